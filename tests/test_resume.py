@@ -536,9 +536,7 @@ def test_a_grad_scaler_goes_on_and_an_average_beside_the_model_is_noted(
     assert first.notes == []
     resumed = train("ddp", beside(epochs=3, is_part=True), resume=True)
     assert_goes_on(resumed, whole, after=3)
-    assert not any(
-        "a checkpoint has what prepare got" in each for each in resumed.notes
-    )
+    assert not any("a checkpoint has parameters and" in each for each in resumed.notes)
 
     other = {"checkpoint": tmp_path / "other"}
     train("ddp", beside(epochs=1, is_part=False), **other)
@@ -546,6 +544,41 @@ def test_a_grad_scaler_goes_on_and_an_average_beside_the_model_is_noted(
         run = train("ddp", beside(epochs=epochs, is_part=False), resume=True, **other)
         [note] = [each for each in run.notes if "what prepare got" in each]
         assert "has changed in average: this run begins" in note
+
+
+COUNTS = """
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+        self.calls, self.width, self._hidden = 0, 4, 0
+        for name, is_kept in [("seen", False), ("cache", False), ("kept", True)]:
+            self.register_buffer(name, torch.zeros(1), persistent=is_kept)
+    def forward(self, x):
+        self.calls += 1
+        self._hidden += 1
+        self.seen += 1
+        self.kept += 1
+        self.cache = torch.cat([self.cache, self.cache])[:8]
+        return self.layer(x)
+model = Counts()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, optimizer, torch.ones(16, 4), batch_size=4)
+for epoch in range({epochs}):
+    for x in loader:
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("strategy", in_suites(["ddp", "fsdp", "zero3"], test=["ddp"]))
+def test_what_a_model_has_beside_its_state_is_noted(
+    strategy: str, train: Callable[..., Run]
+) -> None:
+    assert train(strategy, COUNTS.format(epochs=1)).notes == []
+    [note] = train(strategy, COUNTS.format(epochs=2), resume=True).notes
+    assert "changed in the model's calls, the model's seen: this run begins" in note
 
 
 SETTINGS = """

@@ -614,6 +614,13 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+@GATE.needs("torch.nn:Module._non_persistent_buffers_set")
+def transient_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers of a module itself that its state dict does not have."""
+    names = module._non_persistent_buffers_set
+    return {n: b for n, b in module.named_buffers(recurse=False) if n in names}
+
+
 @GATE.needs("torch.nn:Module._forward_pre_hooks")
 def forward_pre_hooks(module: nn.Module) -> list[Any]:
     """The hooks of a module, of which some are what weight norms are made of."""

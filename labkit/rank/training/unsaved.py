@@ -1,4 +1,5 @@
-"""What a loop changes in modules that `prepare` did not get: no checkpoint has it."""
+"""What a loop changes and no checkpoint has: in modules that `prepare` did not get, and
+beside the state of those that it got."""
 
 import contextlib
 import sys
@@ -12,29 +13,40 @@ import torch
 from torch import nn
 
 from labkit.compat.torch import is_plain
+from labkit.compat.torch import transient_buffers
 from labkit.strategies.model.fingerprints import fingerprints
 
 LIBRARIES = ("labkit", "torch", "IPython", "ipykernel", "deepspeed")
 
 NOT_SAVED = (
-    "a checkpoint has what prepare got, and not what the loop has changed in {names}: "
-    "this run begins with that as the cell makes it, unlike one process that goes on. "
-    "To have it saved, make it a part of the model that prepare gets: model.average = "
-    "average.requires_grad_(False)"
+    "a checkpoint has parameters and persistent buffers of what prepare got, and not "
+    "what the loop has changed in {names}: this run begins with that as the cell makes "
+    "it, unlike one process that goes on. To have it saved, make it a part of the "
+    "model that prepare gets: a module by model.average = "
+    "average.requires_grad_(False), a number by model.register_buffer(name, "
+    "torch.tensor(value))"
 )
 
 
 class Unsaved:
-    """The modules that the loop has in variables, and whether it changes them."""
+    """The modules that the loop has in variables, and what prepared models have beside
+    their states: whether the loop changes that."""
 
     def __init__(self) -> None:
         self._seen: dict[str, tuple[weakref.ref[nn.Module], int]] = {}
         """By name, with what it was as it was first seen."""
         self._ours: set[int] = set()
         """Ids of the tensors of the prepared models."""
+        self._beside: list[tuple[weakref.ref[nn.Module], dict[Any, Any]]] = []
+        """Prepared models, and what they had beside their states as first seen."""
 
     def look(self, prepared: Iterable[nn.Module]) -> None:
         """Note those of the loop that calls."""
+        prepared = list(prepared)
+        known = [reference() for reference, _ in self._beside]
+        for model in prepared:
+            if all(each is not model for each in known):
+                self._beside.append((weakref.ref(model), beside_state(model)))
         self._ours = {id(tensor) for each in prepared for tensor in tensors_of(each)}
         for name, module in modules_in(sys._getframe(1)):
             if name not in self._seen and self._others(module):
@@ -50,6 +62,14 @@ class Unsaved:
             with contextlib.suppress(RuntimeError):
                 if module is not None and fingerprint(self._others(module)) != before:
                     found.append(name)
+        for reference, values in self._beside:
+            if (model := reference()) is not None:
+                now = beside_state(model)
+                found += [
+                    f"the model's {name}"
+                    for (name, shape), value in values.items()
+                    if now.get((name, shape), value) != value
+                ]
         return found
 
     def _others(self, module: nn.Module) -> list[torch.Tensor]:
@@ -74,6 +94,24 @@ def modules_in(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
                         if issubclass(type(each), nn.Module):
                             yield f"{name}.{key}", each
         frame = frame.f_back
+
+
+def beside_state(model: nn.Module) -> dict[tuple[str, tuple[int, ...]], Any]:
+    """Numbers in attributes and buffers that are not persistent, of modules of the
+    user's classes in `model`, by name and shape: a buffer that grows is a cache."""
+    found: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for path, module in model.named_modules():
+        if not any(kind.__module__ == "__main__" for kind in type(module).__mro__):
+            continue
+        place = f"{path}." if path else ""
+        for name, value in vars(module).items():
+            is_own = not name.startswith("_") and name != "training"
+            if is_own and type(value) in (bool, int, float):
+                found[place + name, ()] = repr(value)
+        for name, buffer in transient_buffers(module).items():
+            if is_plain(buffer) and not buffer.is_meta and buffer.numel():
+                found[place + name, tuple(buffer.shape)] = fingerprint([buffer])
+    return found
 
 
 def tensors_of(module: nn.Module) -> list[torch.Tensor]:
