@@ -874,6 +874,15 @@ def test_forward_writes_what_a_stage_computes(
     assert_equals_single(lab, code + made)
 
 
+def test_a_layer_writes_to_a_part_and_forward_goes_on_with_the_rest(lab: Lab) -> None:
+    layer = "torch.tanh(self.linear(torch.cat([x.mul_(0.5)] * 2, 1)))"
+    code = NET.replace("x + torch.tanh(self.linear(x))", layer)
+    two = "a, b = x[:, :4], x[:, 4:]; x = block(a) + torch.cat([b, b], 1)"
+    code = code.replace("x = block(x)", two)
+    assert code.count("a, b") == 1
+    assert_equals_single(lab, code + LOOP_NET)
+
+
 def test_what_layers_write_to_is_not_kept(lab: Lab) -> None:
     code = NET.replace("x + torch.tanh(self.linear(x))", "self.linear(x.relu_())")
     counting = LOOP_NET.replace(
@@ -1101,6 +1110,35 @@ PLACES = {
         .replace("block(x)", "block(x, x)")
         + LOOP_NET,
         "is given one tensor twice, and writes to it",
+    ),
+    "one tensor given twice, once without gradients": (
+        NET.replace("def forward(self, x):", "def forward(self, x, other):", 1)
+        .replace("x + torch.tanh(self.linear(x))", "self.linear(x + other.mul_(0.5))")
+        .replace("block(x)", "block(x, x.detach())")
+        + LOOP_NET,
+        "is given one tensor twice, and writes to it",
+    ),
+    "what detach() gives, that a layer writes to": (
+        NET.replace(
+            "x + torch.tanh(self.linear(x))", "self.linear(x.mul_(0.5))"
+        ).replace("x = block(x)", "x = x + block(x.detach())")
+        + LOOP_NET,
+        "a layer writes to a view of a tensor that is used afterwards",
+    ),
+    "a view of what a layer writes to": (
+        NET.replace(
+            "x + torch.tanh(self.linear(x))", "self.linear(x.mul_(0.5))"
+        ).replace("x = block(x)", "same = x.view(-1, 8); x = same + block(x)")
+        + LOOP_NET,
+        "to one of which a view or x.detach\\(\\) is",
+    ),
+    "what a layer writes by .data": (
+        NET.replace(
+            "return x + torch.tanh(self.linear(x))",
+            "x.data.mul_(0.5); return x + torch.tanh(self.linear(x))",
+        )
+        + LOOP_NET,
+        "in a way that autograd does not count",
     ),
     "a view": (
         NET.replace(

@@ -1,6 +1,7 @@
 """Sees what forward passes change of parameters that are whole for a pass alone."""
 
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from labkit.compat.c10d import local_part
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_plain
 from labkit.compat.torch import no_dispatch
+from labkit.compat.torch import num_changes
 from labkit.compat.torch import storage_key
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
@@ -110,6 +112,25 @@ def watch_forward(model: nn.Module, found: Callable[[str], None]) -> Callable[[]
         return {name: each for name, each in named.items() if has_values(each)}
 
     return wrap_forward(model, watched)
+
+
+def watch_unseen(tensors: Iterable[torch.Tensor]) -> Callable[[], bool]:
+    """What tells whether any of these has changed since, and autograd has not counted
+    it: as by `x.data.mul_(2)`."""
+    with no_dispatch():
+        found = [t.detach() for t in tensors if is_plain(t) and has_values(t)]
+        before = fingerprints(found) if found else None
+    counts = [*map(num_changes, found)]
+
+    def have_changed() -> bool:
+        same = [n for n, t in enumerate(found) if num_changes(t) == counts[n]]
+        if before is None or not same:
+            return False
+        with no_dispatch():
+            now = fingerprints([found[n] for n in same])
+        return not torch.equal(now, before[same])
+
+    return have_changed
 
 
 def values(

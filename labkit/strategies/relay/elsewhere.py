@@ -21,10 +21,10 @@ READ = (
     "returns is on every rank; have forward return what is to be read, or use ddp"
 )
 WRITTEN = (
-    "a layer writes to a view of a tensor that is used afterwards, or in place to a "
-    "tensor that is used after the model's forward. Under pipeline the write is "
-    "missing on ranks that do not have this layer. Give the layer a copy (x.clone()), "
-    "or use ddp"
+    "a layer writes to a view of a tensor that is used afterwards, to one of which a "
+    "view or x.detach() is, or in place to a tensor that is used after the model's "
+    "forward. Under pipeline the write is missing on ranks that do not have this "
+    "layer. Give the layer a copy (x.clone()), or use ddp"
 )
 CHECKED = (
     ". A distribution of torch.distributions reads its arguments to check them, unless "
@@ -364,11 +364,11 @@ def as_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Alias(torch.autograd.Function):
-    """Forward and backward: identity."""
+    """Forward and backward: identity, in memory of its own."""
 
     @staticmethod
     def forward(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.data
+        return torch.empty_like(tensor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -29,12 +29,14 @@ from labkit.compat.torch import held_by
 from labkit.compat.torch import is_checkpointed
 from labkit.compat.torch import is_functorch_wrapped
 from labkit.compat.torch import is_within_backward
+from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_flatten
 from labkit.compat.torch import tree_map_only
 from labkit.compat.torch import tree_unflatten
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.autograd.rewritten import Substitute
+from labkit.strategies.autograd.rewritten import have_common
 from labkit.strategies.autograd.structures import Given
 from labkit.strategies.autograd.structures import Places
 from labkit.strategies.autograd.structures import flatten
@@ -46,11 +48,13 @@ from labkit.strategies.autograd.structures import unflatten
 from labkit.strategies.mesh.channel import Channel
 from labkit.strategies.mesh.collectives import NoCollectives
 from labkit.strategies.mesh.device_mesh import another_group
+from labkit.strategies.model.writes import watch_unseen
 from labkit.strategies.relay.agreements import NOT_HERE
 from labkit.strategies.relay.agreements import Agreements
 from labkit.strategies.relay.agreements import Known
 from labkit.strategies.relay.agreements import stage_of
 from labkit.strategies.relay.elsewhere import COLLECTIVE
+from labkit.strategies.relay.elsewhere import WRITTEN
 from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import alias_of
 from labkit.strategies.relay.elsewhere import as_elsewhere
@@ -124,7 +128,13 @@ WRITES_PART = (
 )
 WRITES_TO_ONE = (
     "{name} is given one tensor twice, and writes to it, and under pipeline a layer "
-    "may get a copy of each. Give it a copy in one place, x.clone(), or use ddp"
+    "may get a copy of each, also of x and x.detach(). Give it a copy in one place, "
+    "x.clone(), or use ddp"
+)
+WRITES_UNSEEN = (
+    "{name} writes to a tensor that it is given in a way that autograd does not count, "
+    "like x.data.mul_(2), and under pipeline other ranks would keep it as it was. Have "
+    "it write to a copy, x = x.clone(), or return what it computes; or use ddp"
 )
 CHANGES_INPUT = (
     "{name} changes a list, a dict or an object that it is given, and under pipeline "
@@ -207,6 +217,8 @@ class Relay:
         """Tensors of no stage that the pass under way has written to."""
         self._replaced: list[torch.Tensor] = []
         """Tensors of which others have taken the place in the pass under way."""
+        self._stale: dict[int, list[torch.Tensor]] = {}
+        """The same, by storage: in each of these one is, here, as it was before."""
         self._flags = [flags_of(module) for module in stages.modules]
         """Attributes of layers that tell what these do."""
         self._shapes: dict[Any, Any] = {}
@@ -244,7 +256,7 @@ class Relay:
         args, kwargs = tree_unflatten([self.enter(leaf) for leaf in leaves], spec)
         with self.passing():
             outputs, spec = flatten(function(*args, **kwargs))
-            outputs = [current(output) for output in outputs]
+            outputs = [self.current(output) for output in outputs]
             self._share_written()
         return unflatten(self.leave(outputs), spec)
 
@@ -274,6 +286,7 @@ class Relay:
                 for tensor in self._replaced:  # or they would keep each other alive
                     lose(tensor, NOT_HERE, self)
                 self._replaced.clear()
+                self._stale.clear()
 
     @contextlib.contextmanager
     def _own_numbers(self, *key: int) -> Iterator[None]:
@@ -315,7 +328,7 @@ class Relay:
         """A function of what stages have computed: the last of them computes it, and
         gets what it lacks from the others."""
         given, spec = tree_flatten((args, kwargs))
-        leaves = [current(leaf) for leaf in given]
+        leaves = [self.current(leaf) for leaf in given]
         if any(map(operator.is_not, leaves, given)):
             args, kwargs = tree_unflatten(leaves, spec)
         staged = [leaf for leaf in leaves if stage_of(leaf) is not None]
@@ -391,6 +404,21 @@ class Relay:
         replace(tensor, now, stage, self)
         if tensor is not now:
             self._replaced.append(tensor)
+            if (key := memory_of(tensor)) != memory_of(now):
+                self._stale.setdefault(key, []).append(tensor)
+
+    def current(self, leaf: Any) -> Any:
+        """What has taken the place of a tensor, if something has; all else as it is.
+
+        Raises UnsupportedLoopError for one that shares memory with a tensor that only
+        another rank has written to: a view of it, or what detach() gave.
+        """
+        leaf = current(leaf)
+        if self._stale and is_tensor(leaf):
+            written = self._stale.get(memory_of(leaf), [])
+            if any(are_in_common(leaf, each) for each in written):
+                raise UnsupportedLoopError(WRITTEN)
+        return leaf
 
     def _share_written(self) -> None:
         """Have every rank have what this pass has written to tensors that the model
@@ -612,7 +640,7 @@ class Relay:
     ) -> Any:
         """Run a layer that rank `owner` has: there, or for the shapes of its output."""
         leaves, spec = flatten((args, kwargs))
-        given = leaves = [self._as_computed(current(leaf)) for leaf in leaves]
+        given = leaves = [self._as_computed(self.current(leaf)) for leaf in leaves]
         own = holders_of(args, kwargs) if may_hold(args, kwargs) else []
         name = self.stages.names[number]
         count = self._calls[number] = self._calls.get(number, 0) + 1
@@ -627,7 +655,7 @@ class Relay:
             run = self._call(number, call, leaves, spec, is_here=is_here)
         found, places, rewritten = run
         for place, now in rewritten.items():
-            if sum(each is given[place] for each in given) > 1:
+            if sum(are_in_common(each, given[place]) for each in given) > 1:
                 raise UnsupportedLoopError(WRITES_TO_ONE.format(name=name))
             self._replace(given[place], now, self.stages.stage_of[number])
         if not places:
@@ -696,6 +724,7 @@ class Relay:
         args, kwargs = unflatten(leaves, spec)
         name = self.stages.names[number]
         inputs = {n: Substitute(x, x) for n, x in enumerate(leaves) if is_tensor(x)}
+        are_changed: Callable[[], bool] | None = None
         # To see every operator takes its time, so the first time alone.
         key = number, *self._mode()
         watch = contextlib.ExitStack()
@@ -705,6 +734,7 @@ class Relay:
             others = set(ranks_of(self.group)) - {dist.get_rank()}
             watch.enter_context(self.watch_layer(name))
             watch.enter_context(NoCollectives(others, COLLECTIVE))
+            are_changed = watch_unseen(filter(is_tensor, leaves))
         self._in_layer = True
         try:
             with self._own_numbers(number, self._calls.get(number, 0)), watch:
@@ -720,6 +750,8 @@ class Relay:
         output, out_spec = flatten(found)
         for each in inputs.values():
             each.check(name, takes_hooks=False)
+        if are_changed is not None and are_changed():
+            raise UnsupportedLoopError(WRITES_UNSEEN.format(name=name))
         written = [place for place, each in inputs.items() if each.is_written]
         output += [leaves[place] for place in written]
         return output, (out_spec, places, written)
@@ -808,6 +840,21 @@ class Relay:
 def is_of_no_stage(leaf: Any) -> bool:
     """Whether it is what a layer of another rank has left, but not returned."""
     return isinstance(leaf, Elsewhere) and leaf.stage is None
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    with DisableTorchFunctionSubclass():
+        return storage_key(tensor.untyped_storage())
+
+
+def are_in_common(leaf: Any, tensor: torch.Tensor) -> bool:
+    """Whether something is a tensor that has elements of another one's memory."""
+    if leaf is tensor:
+        return True
+    if not is_tensor(leaf) or memory_of(leaf) != memory_of(tensor):
+        return False
+    with DisableTorchFunctionSubclass():
+        return have_common([leaf, tensor])
 
 
 def is_mask(leaf: Any) -> bool:
