@@ -94,6 +94,37 @@ def assert_same_weights(lab: Lab, variables: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+GROWING = """
+class Pairs(Dataset):
+    def __init__(self): self.pairs = [(x[i], y[i]) for i in range(8)]
+    def __len__(self): return len(self.pairs)
+    def __getitem__(self, i): return self.pairs[i]
+
+pairs = Pairs()
+model, optimizer, loader = prepare(model, optimizer, DataLoader(pairs, 4))
+for epoch in range(3):
+    for inputs, labels in loader:
+        F.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    GROW
+"""
+
+
+@pytest.mark.parametrize(
+    "grow",
+    [
+        "pairs.pairs += [(x[8 + epoch + rank], y[8])]",
+        "pairs.pairs += [(x[8], y[8])] * (1 - rank)",
+    ],
+    ids=["by other samples", "on one rank"],
+)
+def test_a_dataset_that_grows_is_the_same_on_all_ranks(lab: Lab, grow: str) -> None:
+    match = "has 9 samples, and had 8 before, and another rank has got others"
+    with pytest.raises(RankError, match=match):
+        lab.train("ddp", SETUP + GROWING.replace("GROW", grow), live=False)
+
+
 @pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["zero2"]))
 @pytest.mark.parametrize("kind", LOADERS)
 def test_any_sampler_gives_what_one_process_gives(

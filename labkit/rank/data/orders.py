@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import random
 import zlib
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sized
@@ -95,8 +96,7 @@ class PlainOrder:
 
     def batches(self, epoch: int) -> Iterator[tuple[np.ndarray, int]]:
         num_samples = len(self.dataset)
-        if num_samples != self._num_known:
-            self._check_alike(num_samples)
+        self._check_alike(num_samples)
         if self.shuffle:
             # The same order on every rank and for every number of ranks.
             generator = torch.Generator().manual_seed(self.seed + epoch)
@@ -111,8 +111,17 @@ class PlainOrder:
         pass
 
     def _check_alike(self, num_samples: int) -> None:
-        """UnsupportedLoopError unless all ranks have got the same. Collective."""
-        if not self.peers.agree_on(fingerprint_of(self.dataset), apart=True):
+        """UnsupportedLoopError unless all ranks have got the same. Collective: each
+        tells how many it has, also where it has got none, and need not wait then."""
+        has_changed = num_samples != self._num_known
+        if not has_changed and type(self.dataset) is TensorDataset:
+            return  # which hardly ever changes, and may have passes of one step
+        told = self.peers.begin_greatest([num_samples, -num_samples], apart=True)
+        if not has_changed:
+            return
+        most, least = told.wait()
+        new = zlib.crc32(as_bytes([*new_in(self.dataset, self._num_known)]))
+        if most != -least or not self.peers.agree_on(new, apart=True):
             raise UnsupportedLoopError(
                 OTHER_LENGTH.format(now=num_samples, before=self._num_known)
             )
@@ -338,6 +347,22 @@ def facts_of(dataset: Any) -> Iterator[Any]:
                 paths = [path for path in map(_path_of, each) if path is not None]
                 if len(paths) == length:  # hosts may have them in other folders
                     yield Path(paths[0]).name, Path(paths[-1]).name
+
+
+def new_in(dataset: Any, num_known: int) -> Iterator[Any]:
+    """What tells a dataset that has got other samples: besides the facts of it, what
+    its lists and tensors have got, of as many entries as it has samples. What a cache
+    has for these is not there yet."""
+    yield from facts_of(dataset)
+    length = _length_of(dataset)
+    first = num_known if num_known < length else 0
+    held = [dataset, *getattr(dataset, "__dict__", {}).values()]
+    for each in (*held, *getattr(dataset, "tensors", ())):
+        if isinstance(each, deque) and len(each) == length:
+            yield list(itertools.islice(each, first, None))
+        kinds = (list, tuple, np.ndarray, torch.Tensor)
+        if isinstance(each, kinds) and _length_of(each) == length:
+            yield each[first:]
 
 
 def _length_of(dataset: Any) -> int:
