@@ -37,6 +37,20 @@ def test_a_gradient_that_is_none_is_explained(
     assert hint in "".join(notes_of(found.value))
 
 
+def test_a_variable_that_hides_a_name_of_labkits_is_named() -> None:
+    log: Any = 4
+    with pytest.raises(TypeError) as found:
+        log(loss=1.0)
+    for _ in range(2):
+        add_hint(found.value, CPU, is_prepared=False, own_names=["fit", "log"])
+    [note] = notes_of(found.value)
+    assert note.startswith("log is a variable of your own here")
+    with pytest.raises(TypeError) as other:
+        torch.zeros(1).log(loss=1.0)
+    add_hint(other.value, CPU, is_prepared=False, own_names=["log"])
+    assert notes_of(other.value) == []
+
+
 def test_a_function_that_the_dtype_does_not_have_is_explained() -> None:
     with pytest.raises(RuntimeError) as found:
         torch.linalg.svd(torch.ones(2, 2, dtype=torch.bfloat16))

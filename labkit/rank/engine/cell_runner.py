@@ -365,6 +365,7 @@ class CellRunner:
                 self.group.device,
                 is_prepared=self._has_prepared and not wraps_itself,
                 accumulates=session is not None and session.options.accumulate > 1,
+                own_names=self.own_names(),
             )
 
     def _free(self, result: Any) -> int:

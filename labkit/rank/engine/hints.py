@@ -2,6 +2,7 @@
 
 import re
 import traceback
+from collections.abc import Iterable
 
 import torch
 
@@ -190,6 +191,11 @@ FORMER_GROUP = (
     "before %dist_restart: make it again on all ranks, and load its values from what "
     "save_checkpoint or --checkpoint saved"
 )
+OTHER_THAN_OURS = (
+    "{name} is a variable of your own here, from this cell or one before it, and hides "
+    "what labkit calls so: give it another name, and take it back with `del {name}` in "
+    "a %%dist cell"
+)
 HALF_WRITTEN = (
     "if several ranks write this file: one may read it while another has written only "
     "a part of it. torch.save(state, path), with a path and not an open file, replaces "
@@ -312,9 +318,15 @@ def add_hint(
     *,
     is_prepared: bool,
     accumulates: bool = False,
+    own_names: Iterable[str] = (),
 ) -> None:
     """Note under `error`, once, what its message does not say; of strategies only where
-    one may have prepared what the cell uses."""
+    one may have prepared what the cell uses. `own_names` are names of labkit's that the
+    user's variables have."""
+    if isinstance(error, TypeError) and (name := called_in_last_line(error, own_names)):
+        note = OTHER_THAN_OURS.format(name=name)
+        if note not in notes_of(error):
+            error.add_note(note)
     words = " ".join(safe_str(each) or place(each) for each in chain(error))
     hints = HINTS | OF_STRATEGIES if is_prepared else HINTS
     for found, hint in hints.items():
@@ -323,6 +335,13 @@ def add_hint(
         note = hint.format(device=device)
         if re.search(found, words) and note not in notes_of(error):
             error.add_note(note)
+
+
+def called_in_last_line(error: BaseException, names: Iterable[str]) -> str:
+    """The first of `names` that is called in the line which has raised; "" for none."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    line = last[0].line or "" if last else ""
+    return next((n for n in names if re.search(rf"(?<![\w.]){n}\(", line)), "")
 
 
 def place(error: BaseException) -> str:
