@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.deepspeed import is_of_deepspeed
 from labkit.compat.torch import PARAMETERS
+from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_fake
+from labkit.compat.torch import is_plain
 from labkit.compat.torch import is_transformed
 from labkit.compat.torch import num_changes
 from labkit.strategies.autograd.forward import Forward
@@ -26,6 +28,9 @@ from labkit.strategies.autograd.structures import flatten
 from labkit.strategies.autograd.structures import hand_back
 from labkit.strategies.autograd.structures import holders_of
 from labkit.strategies.autograd.structures import unflatten
+from labkit.strategies.model.fingerprints import fingerprints
+from labkit.strategies.model.writes import has_values
+from labkit.strategies.model.writes import watch_unseen
 from labkit.strategies.options import has_running_statistics
 from labkit.strategies.options import without_running_statistics
 from labkit.strategies.own_state import OwnState
@@ -57,6 +62,13 @@ WRITES = (
     "--activation-checkpointing it is computed again from that in the backward pass. "
     "Have it write to a copy, x = x.clone(), or to none (inplace=False), or leave the "
     "option out for this loop"
+)
+
+WRITES_OWN = (
+    "a {name} writes to its parameters in its forward pass, and with "
+    "--activation-checkpointing does so once more where it is computed again, in the "
+    "backward pass. Write to them in the loop, after optimizer.step(), under "
+    "torch.no_grad(), or leave the option out for this loop"
 )
 
 Settings = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -250,15 +262,23 @@ def _checkpointed_carefully(
         before = state_of(block, given)
         if before.has_iterators:
             raise UnsupportedLoopError(ITERATES.format(name=name_of(block)))
-        second = partial(_second, block, given, before)
+        second = partial(_second, block, given, before, rewritten)
         return _first(watch, key, before), Again(second)
 
     tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
     before = [*map(num_changes, tensors)]
+    look: Callable[[], tuple[bool, list[nn.Parameter]]] | None = None
+    if not watch.knows(key) and not any(map(is_fake, leaves)):
+        look = torch.compiler.disable(watch_writes)(tensors, used)
+    rewritten: list[nn.Parameter] = []
     output, copies = checkpoint(
         compute, *leaves, use_reentrant=False, context_fn=contexts
     )
-    if before != [*map(num_changes, tensors)]:
+    is_written = before != [*map(num_changes, tensors)]
+    if look is not None:
+        is_unseen, rewritten[:] = look()
+        is_written |= is_unseen
+    if is_written:
         raise UnsupportedLoopError(WRITES.format(name=name_of(block)))
     return hand_back(zip(own, copies, strict=True), output)
 
@@ -294,11 +314,54 @@ def _first(watch: Watch, key: Any, before: OwnState) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _second(block: nn.Module, given: Sequence[Any], before: OwnState) -> Iterator[None]:
+def _second(
+    block: nn.Module,
+    given: Sequence[Any],
+    before: OwnState,
+    rewritten: Sequence[torch.Tensor],
+) -> Iterator[None]:
+    """`rewritten` are parameters that the first pass has changed: to do so once more
+    is to be the same, as to clamp them is."""
     now = state_of(block, given)
+    values = [each.detach().clone() for each in rewritten]
     before.set_back()
     try:
         with without_running_statistics(block):
             yield
     finally:
         now.set_back()
+        if not all(map(are_close, rewritten, values)):
+            raise UnsupportedLoopError(WRITES_OWN.format(name=name_of(block)))
+
+
+def watch_writes(
+    tensors: Iterable[torch.Tensor], parameters: Sequence[nn.Parameter]
+) -> Callable[[], tuple[bool, list[nn.Parameter]]]:
+    """What tells whether any of the tensors has been written to unseen since, and which
+    parameters have."""
+    are_written, before = watch_unseen(tensors), numbers_of(parameters)
+
+    def look() -> tuple[bool, list[nn.Parameter]]:
+        now = numbers_of(parameters) if before else {}
+        changed = {each for each, number in before.items() if now.get(each) != number}
+        return are_written(), [each for each in parameters if id(each) in changed]
+
+    disabled: Callable[[], tuple[bool, list[nn.Parameter]]]
+    disabled = torch.compiler.disable(look)
+    return disabled
+
+
+def are_close(tensor: torch.Tensor, before: torch.Tensor) -> bool:
+    """Also of one that is freed by now."""
+    now = tensor.detach()
+    is_freed = now.shape != before.shape or not has_values(now)
+    return is_freed or torch.allclose(now, before, rtol=1e-4, atol=1e-6)
+
+
+def numbers_of(parameters: Iterable[nn.Parameter]) -> dict[int, int]:
+    """A number for each parameter that is here, by its id: of its values."""
+    with DisableTorchFunctionSubclass():
+        own = {id(each): each.data for each in parameters}
+    here = {k: each for k, each in own.items() if is_plain(each) and has_values(each)}
+    numbers = fingerprints(here.values()).tolist() if here else []
+    return dict(zip(here, numbers, strict=True))
