@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
     [
         lambda gradients: gradients[0].norm(),
         lambda gradients: gradients[0] * 0.5,
+        lambda gradients: torch.zeros_like(gradients[0]),
         lambda gradients: torch.stack([g for g in gradients if g is not None]),
         lambda gradients: torch._foreach_mul_([g for g in gradients if g], 0.5),
     ],
@@ -49,6 +50,20 @@ def test_a_variable_that_hides_a_name_of_labkits_is_named() -> None:
         torch.zeros(1).log(loss=1.0)
     add_hint(other.value, CPU, is_prepared=False, own_names=["log"])
     assert notes_of(other.value) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "accumulates", "is_explained"),
+    [("0.weight", True, True), ("0.weight", False, False), ("weight", True, False)],
+)
+def test_a_parameter_without_a_gradient_so_far_is_explained(
+    key: str, accumulates: bool, is_explained: bool
+) -> None:
+    with pytest.raises(KeyError) as found:
+        {}[key]
+    add_hint(found.value, CPU, is_prepared=True, accumulates=accumulates)
+    said = "".join(notes_of(found.value))
+    assert ("between the microbatches" in said) is is_explained
 
 
 def test_a_function_that_the_dtype_does_not_have_is_explained() -> None:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 from labkit import RankError
 from labkit.rank.engine.hints import HINTS
 from labkit.rank.engine.hints import NO_GRADIENT
+from labkit.rank.engine.hints import OF_ACCUMULATION
 from labkit.rank.engine.hints import OF_STRATEGIES
 
 WITHIN = {"fp32": 1e-3, "bf16": 0.1}
@@ -54,7 +55,8 @@ def is_refusal(error: RankError) -> bool:
     [first] = [each for each in error.outcomes if each.rank == error.rank]
     if first.ename in ("UnsupportedLoopError", "UnsupportedMethodError"):
         return True
-    hints = *HINTS.values(), *OF_STRATEGIES.values(), NO_GRADIENT
+    tables = HINTS, OF_STRATEGIES, OF_ACCUMULATION
+    hints = [NO_GRADIENT, *(hint for table in tables for hint in table.values())]
     if any(hint in first.evalue for hint in hints):
         return True
     if first.ename != "ValueError":

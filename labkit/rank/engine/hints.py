@@ -43,6 +43,12 @@ PARTIAL_SUMS = (
     "of a step, and comes with the last one. Skip parameters whose grad is None, clip "
     "with --clip NORM, or leave out --accumulate"
 )
+NO_GRADIENTS_YET = (
+    "if the loop keeps something of parameter.grad by the parameter's name: with "
+    "--accumulate it is None between the microbatches of a step, and comes with the "
+    "last one. Have the loop take every parameter that it has not met yet as new, or "
+    "leave out --accumulate"
+)
 NO_GRADIENT = (
     "if this is parameter.grad: no backward pass has reached that parameter since its "
     "gradient was cleared, which under ZeRO the step itself does: read it before "
@@ -258,6 +264,7 @@ OF_STRATEGIES = {
     "FSDP expects uniform original parameter dtype": SEVERAL_DTYPES,
     r"'NoneType' object has no attribute '(abs|add_|clamp_?|clone|data|detach|div_|"
     r"mean|mul_?|norm|pow|shape|square|sum|view)'": PARTIAL_SUMS,
+    r"argument '\w+' \(position \d+\) must be Tensor, not NoneType": PARTIAL_SUMS,
     r"nested_tensorlist\[0\].empty\(\)": PARTIAL_SUMS,
     "stack expects a non-empty TensorList": PARTIAL_SUMS,
     "Tensor list must have at least one tensor": PARTIAL_SUMS,
@@ -288,6 +295,7 @@ OF_STRATEGIES = {
     "nested_tensor_from_mask": NESTED,
     "but its data is not allocated yet": PACKED,
     r""""\w+" not implemented for '(BFloat16|Half)'""": NO_KERNEL,
+    "must be either float or double dtype": NO_KERNEL,
     r"an't pickle (local object .*(Session|DeepSpeed)|.*_fsdp_init)": PICKLED,
     "cannot pickle 'weakref": PICKLED,
     "data pointer on an invalid python storage": PARTS_IN_FILE,
@@ -310,6 +318,10 @@ OF_STRATEGIES = {
     "on meta tensors|a meta tensor|out of meta tensor": ON_OTHER_STAGES,
 }
 """As `HINTS`, where a strategy of labkit's may have prepared the model."""
+OF_ACCUMULATION = {
+    r"^'?[\w.]+\.(weight|bias)'?$": NO_GRADIENTS_YET,
+}
+"""As `OF_STRATEGIES`, in a run with --accumulate."""
 
 
 def add_hint(
@@ -329,6 +341,8 @@ def add_hint(
             error.add_note(note)
     words = " ".join(safe_str(each) or place(each) for each in chain(error))
     hints = HINTS | OF_STRATEGIES if is_prepared else HINTS
+    if is_prepared and accumulates:
+        hints = hints | OF_ACCUMULATION
     for found, hint in hints.items():
         if hint is PARTIAL_SUMS and not accumulates:
             hint = NO_GRADIENT
