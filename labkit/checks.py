@@ -244,8 +244,8 @@ def check_config(what: str, value: Any) -> None:
     """ValueError unless `value` is a dict that a strategy can read."""
     if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
         raise ValueError(
-            f"{what} is a {type(value).__name__}; give a dict whose keys are names of "
-            'the strategy\'s own library, such as {"bucket_cap_mb": 5} for ddp'
+            f"{what} is {short_repr(value)}; give a dict whose keys are names of the "
+            'strategy\'s own library, such as {"bucket_cap_mb": 5} for ddp'
         )
 
 

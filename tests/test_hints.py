@@ -66,6 +66,21 @@ def test_a_parameter_without_a_gradient_so_far_is_explained(
     assert ("between the microbatches" in said) is is_explained
 
 
+def test_how_a_function_of_labkits_is_called_is_said() -> None:
+    def fit(model: object, *, epochs: int = 1) -> None: ...
+
+    ours = {"prepare": print, "fit": fit}
+    fit.__qualname__ = "fit"
+    with pytest.raises(TypeError) as found:
+        fit(1, 2)  # type: ignore[misc]
+    add_hint(found.value, CPU, is_prepared=False, ours=ours)
+    assert notes_of(found.value) == ["it is called as fit(model, *, epochs=1)"]
+    with pytest.raises(TypeError) as other:
+        fit(len(3))  # type: ignore[arg-type]
+    add_hint(other.value, CPU, is_prepared=False, ours=ours)
+    assert notes_of(other.value) == []
+
+
 def test_a_function_that_the_dtype_does_not_have_is_explained() -> None:
     with pytest.raises(RuntimeError) as found:
         torch.linalg.svd(torch.ones(2, 2, dtype=torch.bfloat16))

@@ -115,6 +115,8 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         ("%%dist_train ddp --live movie\n1", "invalid choice: 'movie'"),
         ("%dist_train ddp", "takes a strategy and a function"),
         ("%dist_train ddp nothing", "the notebook has no function 'nothing'"),
+        ("%dist_train ddp f()", "no function 'f()'; write its name alone: f"),
+        ("%dist_train f ddp", "unknown strategy 'f'; choose one of: single,"),
         ("%dist_push nothing", "the notebook has no variable 'nothing'"),
         ("%dist_pull nothing", "no variable 'nothing'"),
         ("%dist_pull x --rank 0 --all", "--all and --rank: choose one"),

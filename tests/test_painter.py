@@ -20,6 +20,7 @@ from test_runs import make_run
 from labkit.notebook.live import live_view
 from labkit.notebook.live.live_view import NO_RECORDS
 from labkit.notebook.live.live_view import LiveView
+from labkit.notebook.live.live_view import show
 from labkit.notebook.live.render_process import NICENESS
 from labkit.notebook.live.render_process import SESSION_NICENESS
 from labkit.notebook.live.render_process import Painter
@@ -173,6 +174,17 @@ def test_a_run_without_steps_has_one_note_that_says_so(
     run.collector.add_report(0, Note(NO_STEPS))
     view.close()
     assert not capsys.readouterr().err
+
+
+def test_a_run_without_records_is_not_shown_and_it_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = make_run({0: [], 1: []})
+    run.state = "lost"
+    show(run)
+    assert "is lost and has no records: there is nothing to plot" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_run_that_has_a_profile_is_not_said_to_show_nothing(

@@ -978,7 +978,7 @@ def test_a_static_graph_of_ddp_cannot_be_accumulated(lab: Lab) -> None:
         ("ddp", {"accumulate": True}, "accumulate is True"),
         ("ddp", {"clip": 0}, "clip is 0; it must be a positive number"),
         ("ddp", {"clip": float("nan")}, "clip is nan"),
-        ("ddp", {"config": [1]}, "config is a list; give a dict"),
+        ("ddp", {"config": [1]}, r"config is \[1\]; give a dict"),
         ("ddp", {"config": {1: 2}}, "a dict whose keys are names"),
         ("raw", {"accumulate": 2}, "--accumulate is for the cell to do"),
         ("raw", {"clip": 1.0}, "--clip is for the cell to do"),

@@ -46,6 +46,7 @@ from labkit.selftest import OUTPUT
 from labkit.selftest import OUTPUT_HELP
 from labkit.selftest import check
 from labkit.strategies import STRATEGIES
+from labkit.strategies import find_strategy
 from labkit.train_options import TrainOptions
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class LabMagics(Magics):
     def dist_train(self, args: Args) -> Any:
         """Train under a strategy, plotted live: with the cell below (%%dist_train), or
         with a function (%dist_train). Returns the Run."""
+        find_strategy(args.strategy)  # first of all: the two words may be swapped
         chosen = given(RunOptions, args)
         chosen["live"] = self._view(args)
         if args.config is not None:
@@ -546,10 +548,10 @@ class LabMagics(Magics):
     ) -> Any:
         """A variable of the notebook; NameError where there is none such."""
         if name not in self.shell.user_ns or not check(self.shell.user_ns[name]):
-            raise NameError(
-                f"the notebook has no {what} {short_repr(name)}; define it in a cell "
-                "without a magic"
-            )
+            there = f"the notebook has no {what} {short_repr(name)}; "
+            if (bare := name.removesuffix("()")) != name:
+                raise NameError(f"{there}write its name alone: {bare}")
+            raise NameError(f"{there}define it in a cell without a magic")
         return self.shell.user_ns[name]
 
 

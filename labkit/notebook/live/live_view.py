@@ -89,8 +89,8 @@ class LiveView:
         self._try(self._refresh)
         if self._in_terminal and self._place.is_filled:
             print()
-        is_empty = not self._num_records and not self.run.has_profile
-        if self.run.state == "finished" and is_empty and NO_STEPS not in self.run.notes:
+        is_said = NO_STEPS in self.run.notes
+        if self.run.state == "finished" and self.is_empty and not is_said:
             say(NO_RECORDS)
 
     def follow(self) -> None:
@@ -124,6 +124,11 @@ class LiveView:
         elif self._in_terminal:
             is_last = self.run.state != "running"
             self._place.write(self.run.status_line(), is_last=is_last)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to show."""
+        return not self._num_records and not self.run.has_profile
 
     @property
     def _num_records(self) -> int:
@@ -209,5 +214,7 @@ def show(run: Run) -> None:
     view = LiveView(run)
     if run.state == "running" and is_notebook():
         Job(view.follow, name=f"labkit view of {run.name}")
+    elif view.is_empty:
+        say(f"{run.name} is {run.state} and has no records: there is nothing to plot")
     else:
         view.close()

@@ -366,6 +366,7 @@ class CellRunner:
                 is_prepared=self._has_prepared and not wraps_itself,
                 accumulates=session is not None and session.options.accumulate > 1,
                 own_names=self.own_names(),
+                ours=self._injected,
             )
 
     def _free(self, result: Any) -> int:

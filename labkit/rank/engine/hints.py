@@ -1,8 +1,12 @@
 """Adds to errors of libraries what to write instead in a cell."""
 
+import inspect
 import re
 import traceback
+from collections.abc import Callable
 from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -331,13 +335,18 @@ def add_hint(
     is_prepared: bool,
     accumulates: bool = False,
     own_names: Iterable[str] = (),
+    ours: Mapping[str, Callable[..., Any]] | None = None,
 ) -> None:
     """Note under `error`, once, what its message does not say; of strategies only where
-    one may have prepared what the cell uses. `own_names` are names of labkit's that the
-    user's variables have."""
-    if isinstance(error, TypeError) and (name := called_in_last_line(error, own_names)):
-        note = OTHER_THAN_OURS.format(name=name)
-        if note not in notes_of(error):
+    one may have prepared what the cell uses. `ours` are labkit's functions by the names
+    that the cell has, `own_names` those that the user's variables have."""
+    if isinstance(error, TypeError):
+        note = ""
+        if name := called_wrongly(error, own_names):
+            note = OTHER_THAN_OURS.format(name=name)
+        elif name := called_wrongly(error, ours or {}):
+            note = called_as(name, (ours or {})[name])
+        if note and note not in notes_of(error):
             error.add_note(note)
     words = " ".join(safe_str(each) or place(each) for each in chain(error))
     hints = HINTS | OF_STRATEGIES if is_prepared else HINTS
@@ -351,11 +360,26 @@ def add_hint(
             error.add_note(note)
 
 
-def called_in_last_line(error: BaseException, names: Iterable[str]) -> str:
-    """The first of `names` that is called in the line which has raised; "" for none."""
+def called_wrongly(error: TypeError, names: Iterable[str]) -> str:
+    """Which of `names` the line that has raised calls as it cannot be; "" for none."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    line = last[0].line or "" if last else ""
-    return next((n for n in names if re.search(rf"(?<![\w.]){n}\(", line)), "")
+    line, said = last[0].line or "" if last else "", safe_str(error)
+    for name in names:
+        is_of_call = f"{name}() " in said or "is not callable" in said
+        if is_of_call and re.search(rf"(?<![\w.]){name}\(", line):
+            return name
+    return ""
+
+
+def called_as(name: str, function: Callable[..., Any]) -> str:
+    """How a function is called, with its defaults."""
+    signature = inspect.signature(function)
+    bare = [
+        each.replace(annotation=inspect.Parameter.empty)
+        for each in signature.parameters.values()
+    ]
+    plain = signature.replace(parameters=bare, return_annotation=signature.empty)
+    return f"it is called as {name}{plain}"
 
 
 def place(error: BaseException) -> str:
