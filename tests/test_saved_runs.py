@@ -265,6 +265,13 @@ def test_without_a_folder_a_run_continues_and_it_is_said_once(
     said = capsys.readouterr().err
     assert said.count("is not kept on disk: ") == 1
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+    monkeypatch.setenv(persistence.FOLDER_VARIABLE, "runs")
+    for name in ("one", "other"):  # each is said
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "runs").touch()
+        monkeypatch.chdir(tmp_path / name)
+        new_run()
+        assert "is not kept on disk: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])

@@ -23,6 +23,7 @@ from labkit.checks import absolute
 from labkit.json_files import parse
 from labkit.notebook.history.collector import Collector
 from labkit.notebook.kernel.output import say
+from labkit.notebook.kernel.output import working_directory
 from labkit.notebook.runs import run_files
 from labkit.notebook.runs.progress import status_line
 from labkit.notebook.runs.record import Restart
@@ -100,7 +101,7 @@ def begin(
     except (OSError, UserError) as error:
         run.folder = None
         warn_once(
-            Path(os.environ.get(FOLDER_VARIABLE) or "runs"),
+            Path(working_directory() or "", os.environ.get(FOLDER_VARIABLE) or "runs"),
             f"{run.name} is not kept on disk: {error}. It runs without; for later runs "
             f"set {FOLDER_VARIABLE} to a folder that can be written to",
         )
