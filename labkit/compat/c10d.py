@@ -266,6 +266,10 @@ def forget_shardings() -> None:
     operators.sharding_propagator.propagate_op_sharding.cache.cache_clear()
 
 
+MADE_WHOLE = ("Redistribute", "_ToTorchTensor")
+"""The operations of `full_tensor()` in a graph."""
+
+
 @GATE.needs("torch.distributed.tensor:DTensor._local_tensor")
 def local_part(tensor: Any) -> Any:
     """This rank's part of a DTensor; anything else as it is.

@@ -11,7 +11,9 @@ import inspect
 import sys
 from collections.abc import Callable
 from collections.abc import Container
+from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
@@ -328,6 +330,38 @@ def drop_trace(coordinator: Any) -> None:
     """Have stage 3 record again in which order a pass uses parameters, or it would
     take half of a pass for a whole one."""
     coordinator._invalidate_trace()
+
+
+class _External(dict[int, Any]):
+    """What `_external_params` of a module is: the parameters of others that it uses."""
+
+    def __init__(self, found: Mapping[int, Any], on_new: Callable[[], None]) -> None:
+        super().__init__(found)
+        self._on_new = on_new
+        self._known = {*found}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def __setitem__(self, key: int, parameter: Any) -> None:
+        super().__setitem__(key, parameter)
+        if key not in self._known:  # most are taken out and put in again in each pass
+            self._known.add(key)
+            self._on_new()
+
+
+@GATE.needs("deepspeed.runtime.zero.partition_parameters:_init_external_params")
+def follow_external(modules: Iterable[Any], coordinator: Any) -> None:
+    """Have stage 3 record again in which order a pass uses parameters, once a module
+    uses one of another's for the first time, as layers of a transformer do in
+    evaluation alone: it would miss it in the order that it has."""
+
+    def on_new() -> None:
+        if coordinator.is_complete_trace():
+            drop_trace(coordinator)
+
+    for module in modules:
+        module._external_params = _External(module._external_params, on_new)
 
 
 @GATE.needs("deepspeed.utils.groups:_WORLD_GROUP")

@@ -530,14 +530,20 @@ def saved_number(node: Any, name: str) -> Any:
 
 def saved_value(node: Any, name: str) -> Any:
     """A tensor or number that is saved for the backward pass; None where hooks keep
-    it, which may compute it again.
+    it, which may compute it again. Of a DTensor this rank's part.
 
     Old versions, as 2.9, do not say whether hooks do: there these are asked.
     """
     saved = getattr(node, f"_raw_saved_{name}", None)
     if saved is None or not hasattr(saved, "unpack_hook"):
-        return getattr(node, f"_saved_{name}", None)
-    return saved.data if saved.unpack_hook is None else None
+        return _part(getattr(node, f"_saved_{name}", None))
+    return _part(saved.data) if saved.unpack_hook is None else None
+
+
+def _part(tensor: Any) -> Any:
+    """What a DTensor has of its own: without dispatch, in which graphs are looked at,
+    any other use of it ends the process."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def saved_tensors(node: Any) -> Iterator[torch.Tensor]:
@@ -548,7 +554,7 @@ def saved_tensors(node: Any) -> Iterator[torch.Tensor]:
             found = getattr(node, name)
             for each in found if isinstance(found, tuple | list) else (found,):
                 if getattr(each, "unpack_hook", each) is None and each.data is not None:
-                    yield each.data
+                    yield _part(each.data)
 
 
 @GATE.needs("torch.autograd.graph:Node._input_metadata")

@@ -28,8 +28,8 @@ IN_PARTS = (
     "outside the model's forward pass this strategy keeps parameters as shards "
     "(DTensors), and the loop combines them with plain tensors or copies the model, "
     "for example for a penalty or an average of weights. Call a whole block of a "
-    "ModuleList or Sequential, not a layer of that block; use the optimizer's "
-    "weight_decay, or compute the penalty in forward; in place of "
+    "ModuleList or Sequential, not a layer of that block; add a penalty that is one "
+    "number by loss = loss + penalty, not by loss += penalty; in place of "
     "weight.new_zeros(...) write torch.zeros(..., device=device). To read values use "
     "p.full_tensor() or "
     "torch.distributed.checkpoint.state_dict.get_model_state_dict. Or use ddp, under "
@@ -274,6 +274,7 @@ OF_STRATEGIES = {
     "Tensor list must have at least one tensor": PARTIAL_SUMS,
     r"setStorage: sizes .* out of bounds for storage of size 0": TWICE,
     "mat2 must be a matrix": TWICE,
+    "weight should have at least three dimensions": TWICE,
     "PreBackwardFunctionForModuleBackward returned an invalid": RETURNED_PARAMETER,
     "ForZeroStage3Backward returned an invalid gradient": WITHIN_A_PASS,
     "appears to not have been used in the graph": WITHIN_A_PASS,

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from labkit.compat.c10d import MADE_WHOLE
 from labkit.compat.torch import outputs_of
 from labkit.compat.torch import saved_number
 from labkit.compat.torch import saved_value
@@ -42,6 +43,8 @@ PASSED = (
     "Clone",
     "Alias",
     "Pre",  # DeepSpeed's PreBackwardFunctionForModule, on what a module returns
+    "Averaged",  # of a sum that ranks have in parts: see `patch_dtensor`
+    *MADE_WHOLE,
 )
 """Operations that leave it as it is."""
 CURVED = (

@@ -17,6 +17,7 @@ from labkit.compat.c10d import local_part
 from labkit.compat.data_parallel import choose_reducing
 from labkit.compat.data_parallel import memory_of
 from labkit.compat.data_parallel import replaced_of
+from labkit.compat.data_parallel import shard_of
 from labkit.compat.data_parallel import take_moved
 from labkit.compat.data_parallel import whole_of
 from labkit.compat.torch import DisableTorchFunctionSubclass
@@ -265,8 +266,17 @@ def reduce_filled(
     """What a group does once its gradients are there. Where autograd gives none, it is
     0: as many have to be reduced on every rank."""
     for part in group.fsdp_params:
+        lay_out_gradient(shard_of(part))
         whole = whole_of(part)
         is_late = id(whole) in used and part.unsharded_accumulated_grad is None
         if is_late and whole.grad is None:
             whole.grad = torch.zeros_like(whole)
     return reduce(*args)
+
+
+def lay_out_gradient(shard: DTensor) -> None:
+    """Have the gradient of a parameter in parts, as of a penalty, be in the same parts:
+    after `torch.cat` of several it is whole, and `fully_shard` would add to that."""
+    gradient: Any = shard.grad
+    if gradient is not None and gradient.placements != shard.placements:
+        shard.grad = gradient.redistribute(placements=shard.placements)

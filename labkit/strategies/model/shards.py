@@ -13,7 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial
 from torch.distributed.tensor import distribute_tensor
 
 from labkit.checks import UnsupportedLoopError
@@ -193,15 +195,46 @@ def norm_of_parts(tensors: Sequence[Any], device: torch.device) -> torch.Tensor:
     return square.sqrt().to(norm.dtype)
 
 
+class Averaged(torch.autograd.Function):
+    """A scalar that ranks have in parts, in a loss that each has of its own: the
+    gradient is that of the mean of their losses, as for the model's output."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        ctx.mesh = mesh
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parts = DTensor.from_local(
+            gradient / ctx.mesh.size(), ctx.mesh, [Partial()] * ctx.mesh.ndim
+        )
+        return parts.full_tensor(), None
+
+
 def patch_dtensor() -> None:
     """Have `item()`, `numpy()` and the like of a DTensor be of the whole: torch's own
     takes this rank's part of a sum or a norm, without a word, or raises. And have
-    `parameter.data = value` set its values, which torch's own drops, and `deepcopy`
-    copy this rank's part."""
+    `parameter.data = value` set its values, which torch's own drops, `deepcopy`
+    copy this rank's part, and a scalar that is the sum of parts, as a penalty is, meet
+    a plain tensor as a whole: after torch's own `loss + penalty` backward() raises."""
 
     def of_whole(method: Callable[..., Any]) -> Callable[..., Any]:
         def take(self: DTensor, **kwargs: Any) -> Any:
             return method(self.full_tensor(), **kwargs)
+
+        return take
+
+    def meeting_plain(method: Callable[..., Any]) -> Callable[..., Any]:
+        def take(self: DTensor, other: Any) -> Any:
+            is_plain = isinstance(other, torch.Tensor) and not isinstance(
+                other, DTensor
+            )
+            if is_plain and self.dim() == 0:
+                return method(
+                    Averaged.apply(self.full_tensor(), self.device_mesh), other
+                )
+            return method(self, other)
 
         return take
 
@@ -235,6 +268,10 @@ def patch_dtensor() -> None:
         names = ("item", "tolist", "numpy", "__float__", "__int__", "__bool__")
         own = {name: of_whole(getattr(torch.Tensor, name)) for name in names}
         own |= {"__format__": formatted, "__deepcopy__": deepcopy}
+        # A subclass's reflected operator goes before the operator of the left operand.
+        for operator in ("add", "sub", "mul", "truediv"):
+            for name in (f"__{operator}__", f"__r{operator}__"):
+                own[name] = meeting_plain(getattr(torch.Tensor, name))
         for name, method in own.items():
             setattr(DTensor, name, method)
         setattr(DTensor, "data", property(plain.__get__, set_data))  # noqa: B010

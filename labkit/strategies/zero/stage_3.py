@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.deepspeed import follow_external
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_transformed
 from labkit.strategies.autograd.agreement import Route
@@ -84,6 +85,18 @@ def in_words(reset_step: Callable[[], None]) -> None:
         raise
 
 
+@contextlib.contextmanager
+def trained(parameter: nn.Parameter) -> Iterator[None]:
+    """A parameter whose gradient is there, though the loop may have frozen it since:
+    DeepSpeed passes over one that is frozen."""
+    is_frozen = not parameter.requires_grad
+    parameter.requires_grad |= is_frozen
+    try:
+        yield
+    finally:
+        parameter.requires_grad &= not is_frozen
+
+
 class ZeRO3(ZeRO):
     """Parameters are gathered for a layer's forward and backward pass."""
 
@@ -130,6 +143,7 @@ class ZeRO3(ZeRO):
                 self._undo += watch_inputs(module)
         coordinator = offload.get_param_coordinator()
         coordinator.reset_step = partial(in_words, coordinator.reset_step)
+        follow_external(self.module.modules(), coordinator)
         self.see_calls()
         check = self.module.register_forward_pre_hook(
             lambda module, args: check_nested(args, "zero3")
@@ -247,14 +261,16 @@ class ZeRO3(ZeRO):
                     master.grad.zero_()
 
     def _gather_gradient(self, parameter: Any) -> torch.Tensor:
-        whole: torch.Tensor = self._zero.get_fp32_grad_for_param(parameter)
+        with trained(parameter):
+            whole: torch.Tensor = self._zero.get_fp32_grad_for_param(parameter)
         return whole.clone()  # for it may be a view of what it was gathered in
 
     def _partition_gradient(self, parameter: Any, value: torch.Tensor) -> None:
         from deepspeed.utils import safe_set_local_grad
 
         part = own_part(parameter.ds_tensor, value, self.peers.rank)
-        safe_set_local_grad(parameter, part)
+        with trained(parameter):
+            safe_set_local_grad(parameter, part)
 
     def updated(self) -> Iterable[torch.Tensor]:
         partitions: list[torch.Tensor] = self._zero.fp32_partitioned_groups_flat
