@@ -294,10 +294,33 @@ def test_a_collective_in_forward_is_refused(lab: Lab) -> None:
         train(lab, "tensor", code + SUMS, config=SPLIT)
 
 
-def test_a_layer_that_is_called_by_itself_gives_a_part(lab: Lab) -> None:
-    code = CENTERED + SUMS.replace("model(x), y)", "model.first(x)[:, :4], y)")
-    with pytest.raises(RankError, match="with a layer that is split, first:"):
-        train(lab, "tensor", code, config=SPLIT)
+def test_a_layer_that_is_called_by_itself_gives_the_whole(lab: Lab) -> None:
+    """To its loop, which may have it compute its block by itself, too; a block that
+    is checkpointed computes again what it has computed."""
+    one = "nn.functional.mse_loss(model(x), y)"
+    alone = "hidden = torch.tanh(model.first(x)); (hidden.std() + "
+    loops = {
+        "its output": f"({one} + model.first(x)[:, 4:9].var())",
+        "its block": one.replace("model(x)", "model.second(hidden)") + ")",
+        "in a checkpoint": one.replace("model(x)", "checkpoint(model, x)"),
+    }
+    imports = "from functools import partial\nimport torch.utils.checkpoint\n"
+    imports += "checkpoint = partial(torch.utils.checkpoint.checkpoint, "
+    imports += "use_reentrant=False)\n"
+    for name, loss in loops.items():
+        if "hidden" in loss:
+            loss = alone + loss
+        code = imports + CENTERED.replace("self.first.bias.mul_(1.1)", "pass")
+        code += SUMS.replace(one, loss) + "features = model.first(x).detach()\n"
+        train(lab, "single", code)
+        expected = pull_weights(lab, "single")
+        features = lab.pull("features")
+        run = train(lab, "tensor", code, config=SPLIT)
+        weights = pull_weights(lab, "tensor")
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6, msg=name)
+        for each in lab.pull("features", "all"):
+            torch.testing.assert_close(each, features, rtol=1e-5, atol=1e-6)
+        assert not any("has only a part" in note for note in run.notes)
 
 
 def test_a_fused_layer_that_is_cut_afterwards_is_refused(lab: Lab) -> None:

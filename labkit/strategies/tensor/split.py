@@ -31,6 +31,7 @@ from labkit.strategies.optimizers.kept import check_kept
 from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import check_masks
 from labkit.strategies.prepared import units
+from labkit.strategies.tensor.alone import give_whole_outputs
 from labkit.strategies.tensor.comparison import Comparison
 from labkit.strategies.tensor.comparison import check_gradients
 from labkit.strategies.tensor.exchanges import Traffic
@@ -69,9 +70,9 @@ OTHER_LOSS = (
     "ranks that share the layers of one model have different losses, and each would "
     "train its part of the layers for its own loss. Either the loop computes the loss "
     "by rank, or from random numbers of its own: make it the same on all ranks. Or it "
-    "computes outside of the model's forward with a layer that is split, {name}: a "
-    "rank has only a part of its output and of its parameters. Have forward compute "
-    "that and return it, leave that layer out of the plan, or use ddp"
+    "computes outside of the model's forward with parameters of a layer that is split, "
+    "such as {name}, of which a rank has only a part. Have forward compute that and "
+    "return it, leave that layer out of the plan, or use ddp"
 )
 KEYS = ("plan", "sequence", "loss_parallel")
 """Of `--config`: the rest is for `fully_shard`, where the mesh has an axis for it."""
@@ -114,6 +115,7 @@ def split_layers(
                     parallelize_module(module, mesh, style)
                 module.register_forward_hook(with_plain_output)
         release(tensors, part)
+    give_whole_outputs(model, plan, mesh)
     for owners in tied:
         tie(owners)
     for tensor in (*model.parameters(), *model.buffers()):
