@@ -288,14 +288,14 @@ def test_a_plain_script_stops_where_the_dataset_grows(code: str) -> None:
         (LOG, "if step: break", "leave out a part"),
         (LOG, "model.eval()", "another way than the plain loop"),
         (LOG, "model(x)", "does not call model once"),
-        (LOG, "weight = 1", "has a weight of its own"),
-        (LOG, "log = 1", "has a log of its own"),
+        (LOG, "weight = 1", "has its own weight"),
+        (LOG, "log = 1", "has its own log"),
         ("(x, y) in", "[x, *y] in", "does not take a batch apart"),
         ("x), y).backward()", "x), y).backward(y)", r"one backward\(\)"),
         ("for step", "for x, y in loader:\n    f(x)\nfor step", "is not one loop over"),
         (LOG, "torch.autograd.grad(f, x)", "there is 'autograd.grad' in its cells"),
-        (LOG, "rank = 8", "has a rank of its own"),
-        (LOG, "sum = x", "has a sum of its own"),
+        (LOG, "rank = 8", "has its own rank"),
+        (LOG, "sum = x", "has its own sum"),
         (LOG, "if step:\n        f(1); log(step=1)", "a call of log shares its line"),
         (LOG, "step and log(step=step)", "a call of log is a part"),
         ("model = Net()", "from math import *\nmodel = Net()", "imports \\*"),
@@ -325,7 +325,7 @@ def test_what_is_not_certain_is_not_written_in_plain_pytorch(
 )
 def test_a_cell_may_import_what_the_script_has_for_itself(imports: str) -> None:
     assert style_of(plain(f"{imports}\n{LOOP}")) == "plain"
-    with pytest.raises(ValueError, match="has a nn of its own"):
+    with pytest.raises(ValueError, match="has its own nn"):
         plain(f"{imports}\nimport numpy as nn\n{LOOP}")
 
 

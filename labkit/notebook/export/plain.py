@@ -167,7 +167,7 @@ def _check_names(code: str) -> None:
     tree.body = [node for node in tree.body if getattr(node, "names", None) != []]
     found = names_of(ast.unparse(tree))
     if taken := (found.binds | found.sets) & {*_OWN, *CALLS}:
-        raise NotPlainError(f"a cell has a {min(taken)} of its own")
+        raise NotPlainError(f"a cell has its own {min(taken)}")
     if "import *" in ast.unparse(tree):
         raise NotPlainError("a cell imports *, which may be any names")
 
