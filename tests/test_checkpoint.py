@@ -338,6 +338,7 @@ else:
         "save_checkpoint('y', f=print)": "values.user.f is builtin",
         f"save_checkpoint({str(tmp_path)!r}, a=1)": "other files .* example x; choose",
         f"save_checkpoint({__file__!r}, a=1)": "is a file; choose another name",
+        f"save_checkpoint({__file__ + '/x'!r}, a=1)": "x was not saved: .*File exists",
         f"load_checkpoint({str(tmp_path / 'y')!r})": "no checkpoint of labkit",
         f"load_checkpoint({str(folder)!r})": "0 were prepared in this cell",
         f"load_checkpoint({str(folder)!r}, optimizer=1)": "give model= as well",
@@ -440,8 +441,9 @@ finally:
     for rank in (0, 1):
         # Where the error is a rank's own, and where it is another's.
         message = rf"x was not saved: rank {rank}: .*File too large"
-        with pytest.raises(RankError, match=message):
+        with pytest.raises(RankError, match=message) as raised:
             lab.run(limit.format(rank=rank, save=save + "2)"))
+        assert "cell_checkpoints.py" not in str(raised.value), "its message says it all"
         assert checkpoint.read(folder)[1]["user"] == {"step": 1}
         assert list(tmp_path.iterdir()) == [folder]
     lab.run(save + "3)")

@@ -26,6 +26,7 @@ from labkit.checkpoint.manifest import Entry
 from labkit.checkpoint.manifest import Part
 from labkit.checkpoint.manifest import file_of_rank
 from labkit.checkpoint.manifest import write_manifest
+from labkit.checks import UserError
 from labkit.compat.c10d import store_of
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ Pending = Future[None]
 is whether it has ended."""
 
 
-class SaveError(RuntimeError):
+class SaveError(UserError):
     """A checkpoint was not saved. What was there before still is."""
 
 
@@ -67,9 +68,11 @@ def save(
     """
     begun = _Save(Path(folder), tensors, values, group)
     try:
-        begun.pending.result()
+        error = begun.pending.exception()
     finally:  # an interrupt too
         begun.abandon()
+    if error is not None:
+        raise error
 
 
 def begin_save(

@@ -87,7 +87,10 @@ class Checkpoints:
                 "cell, or give that cell --checkpoint FOLDER"
             )
         contents = {"sections": sections, "user": values}
-        checkpoint.save(path, tensors, contents)
+        try:
+            checkpoint.save(path, tensors, contents)
+        except OSError as error:
+            raise checkpoint.SaveError(f"{path} was not saved: {error}") from None
 
     def load_checkpoint(
         self,
