@@ -569,3 +569,21 @@ def test_steps_that_only_some_ranks_take_are_reported(
     uneven = "rank 1 took 0 optimizer steps, rank 0 took 1, so they no longer hold one"
     # The step of zero2 is collective, and ends with the failure.
     assert (uneven in capsys.readouterr().err) == (strategy != "zero2")
+
+
+def test_a_copy_of_a_model_under_fsdp_is_sharded_in_any_cell(lab: Lab) -> None:
+    """The whole of the one that is copied is on no rank."""
+    copied = """
+import copy
+twin = copy.deepcopy(copy.deepcopy(model))
+own = sum(p.to_local().numel() for p in twin.parameters())
+hooks = [h for m in twin.modules() for h in m._forward_pre_hooks.values()]
+ours = [h for h in hooks if h.__module__.startswith("labkit")]
+"""
+    lab.train("fsdp", EVEN + copied, live=False)
+    for _ in range(2):  # at the end of the run, and in a cell after it
+        assert sum(lab.pull("own", "all")) == 4 * 8 + 8 + 8 * 3 + 3
+        assert lab.pull("ours", "all") == [[], []]
+        lab.run(LOOK.replace("model(", "twin("))
+        torch.testing.assert_close(lab.pull("found"), one_process(16, epochs=1))
+        lab.run(copied)

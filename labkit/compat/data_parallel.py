@@ -1,8 +1,10 @@
 """What labkit takes of DDP and FSDP2 that is private: the state of a step."""
 
+import contextlib
 import operator
 import sys
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -251,6 +253,57 @@ def is_in_place(part: Any) -> bool:
         # Between two passes it may be a part that is of fewer ranks.
         or held is getattr(part, "_sharded_post_forward_param", None)
     )
+
+
+@contextlib.contextmanager
+@GATE.needs(
+    f"{_FSDP}._fully_shard:FSDPModule._orig_cls_mro_index",
+    "torch.nn.modules.module:_WrappedHook",
+)
+def as_before_sharding(module: nn.Module) -> Iterator[None]:
+    """Take from every module in it what `fully_shard` and labkit have added, for as
+    long as it is copied."""
+    kept = [(each, type(each), dict(vars(each))) for each in module.modules()]
+    try:
+        for each, kind, before in kept:
+            if isinstance(each, FSDPModule):
+                each.__class__ = kind.__mro__[each._orig_cls_mro_index]
+            own = vars(each)
+            for name, value in before.items():
+                if name.startswith(_ADDED):
+                    del own[name]
+                elif name.endswith("_hooks"):
+                    own[name] = type(value)(
+                        (key, hook)
+                        for key, hook in value.items()
+                        if not _is_added(hook)
+                    )
+        yield
+    finally:
+        for each, kind, before in kept:
+            each.__class__ = kind
+            vars(each).clear()
+            vars(each).update(before)
+
+
+_ADDED = (
+    "__composable_api_state_key",
+    "__deepcopy__",
+    "__prepare_scriptable__",
+    "_fsdp_use_orig_params",
+    "_is_fsdp_managed_module",
+)
+"""Attributes of modules, or how their names begin."""
+
+
+def _is_added(hook: Any) -> bool:
+    """Whether a hook of a module is of `fully_shard` or labkit."""
+    if isinstance(hook, partial):
+        return _is_added(hook.func)
+    if type(hook).__name__ == "_WrappedHook":
+        return _is_added(hook.hook)
+    whose = str(getattr(hook, "__module__", ""))
+    return whose.startswith((_FSDP, "labkit."))
 
 
 def replaced_of(group: Any) -> Any:

@@ -26,10 +26,11 @@ OTHER_DEVICE = (
 )
 IN_PARTS = (
     "outside the model's forward pass this strategy keeps parameters as shards "
-    "(DTensors), and the loop combines them with plain tensors or copies the model, "
-    "for example for a penalty or an average of weights. Call a whole block of a "
-    "ModuleList or Sequential, not a layer of that block; add a penalty that is one "
-    "number by loss = loss + penalty, not by loss += penalty; in place of "
+    "(DTensors), and the loop combines them with plain tensors, for example those of a "
+    "copy of the model. Copy the model after prepare, by copy.deepcopy(model): the "
+    "copy is in shards as well. Call a whole block of a ModuleList or Sequential, not "
+    "a layer of that block; add a penalty that is one number by loss = loss + penalty, "
+    "not by loss += penalty; in place of "
     "weight.new_zeros(...) write torch.zeros(..., device=device). To read values use "
     "p.full_tensor() or "
     "torch.distributed.checkpoint.state_dict.get_model_state_dict. Or use ddp, under "
@@ -260,7 +261,6 @@ OF_STRATEGIES = {
     "All operands in aten.* must have the same mesh": MIXED_LIST,
     r"aten\.(?!_foreach_|stack)\S+ got mixed torch.Tensor and DTensor": IN_PARTS,
     "in-place operations that require placement changes": IN_PARTS,
-    "FSDP does not support deepcopy": IN_PARTS,
     r"AssertionError in torch\.distributed\.tensor": IN_PARTS,
     "cannot be performed without redistribution": IN_PARTS,
     "on inputs with different meshes": IN_PARTS,

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ from labkit.strategies.autograd.structures import replaced
 from labkit.strategies.fsdp.blocks import Block
 from labkit.strategies.fsdp.blocks import computed_in
 from labkit.strategies.fsdp.blocks import reduce_filled
+from labkit.strategies.fsdp.copies import let_copy
 from labkit.strategies.fsdp.parts import Parts
 from labkit.strategies.fsdp.parts import version_of
 from labkit.strategies.fsdp.sharding import apply_fsdp
@@ -136,13 +138,14 @@ class FSDP(Prepared):
             self.scaler = torch.amp.GradScaler(self.device.type)
         whole = {parameter: name for name, parameter in self.module.named_parameters()}
         roots = called_ones(self.module)
-        self._root: Any = apply_fsdp(
-            self.module,
-            mesh,
+        shard: Callable[[nn.Module], Any] = partial(
+            apply_fsdp,
+            mesh=mesh,
             device=self.device,
             dtype=self.dtype,
             **self.options.config,
         )
+        self._root: Any = shard(self.module)
         # In a forward pass the module has the gathered ones in their place.
         self._shards: dict[str, Any] = dict(self.module.named_parameters())
         self._shapes = shapes_of_parts(self._shards)
@@ -168,6 +171,8 @@ class FSDP(Prepared):
         self.see_calls(self._end_call)
         follow(self)
         self._undo += in_one_precision(self.module)
+        let_copy(self.module, shard, self._begin_copy)
+        self._undo.append(partial(let_copy, self.module, shard, lambda: None))
 
     def _watch_blocks(self) -> None:
         """See what blocks are given and return, and reduce what other ranks reach."""
@@ -244,6 +249,11 @@ class FSDP(Prepared):
             self._whole.clear()
         for group in gathered:
             group.reshard()
+
+    def _begin_copy(self) -> None:
+        """What is gathered is no part of a copy."""
+        self._check_whole()
+        self._reshard()
 
     def _check_whole(self) -> None:
         """UnsupportedLoopError if the loop has set what is gathered."""
