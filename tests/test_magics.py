@@ -512,7 +512,7 @@ def test_runs_on_disk_are_there_without_a_lab(
     second.run(f"import os\nos.environ['LABKIT_RUNS'] = {str(runs_folder)!r}")
     reply = second.run("table = %dist_runs\nprint(*table.index)")
     assert reply.stdout == "one other\n"
-    reply = second.run("table = %dist_runs one other\nprint(*table.columns)")
+    reply = second.run("table = %dist_runs one other one\nprint(*table.columns)")
     assert reply.stdout == "one other\n"
     assert "image/png" in reply.displays[0]
 

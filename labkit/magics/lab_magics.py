@@ -391,7 +391,8 @@ class LabMagics(Magics):
             print("deleted " + ", ".join(path.name for path in deleted))
             return None
         if args.names:
-            return self._compare(find_runs(names_in(args.names), own))
+            named = [*dict.fromkeys(names_in(args.names))]
+            return self._compare(find_runs(named, own))
         return to_read(list_runs(own=own, **filters).drop(columns="folder"))
 
     def _compare(self, runs: "list[Run]") -> "pd.DataFrame":
