@@ -865,9 +865,60 @@ def test_writes_to_what_it_is_given(lab: Lab, strategy: str, within: str) -> Non
     torch.testing.assert_close(lab.pull("result"), expected, rtol=1e-4, atol=1e-5)
 
 
+WRITE = (
+    "x.mul_(self.b(torch.sigmoid(self.a(x.clone()))))\n"
+    "        return self.b(torch.sigmoid(self.a(x.clone())))"
+)
+BY_HOOKS = {
+    "keep what is written to later": (
+        WRITE,
+        "hook(lambda _, x, y: kept.append(x[0]))",
+        "total.mul_(self.stem(x).sigmoid())\n        return kept[-1] + ",
+    ),
+    "keep what forward writes to": (
+        WRITE,
+        "pre_hook(lambda _, x: kept.append(x[0]))",
+        "kept[-1].mul_(self.stem(x).sigmoid())\n        return ",
+    ),
+    "write to what a block is given": (
+        WRITE,
+        "hook(lambda _, x, y: (x[0].mul_(0.5), None)[1])",
+        "return ",
+    ),
+    "write to what it hands on": (
+        "return x",
+        "hook(lambda _, x, y: (y[:, :4].mul_(0.5), None)[1])",
+        "return ",
+    ),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("what", BY_HOOKS)
+def test_hooks_of_zero3_have_what_the_caller_has(
+    lab: Lab, what: str, when: str
+) -> None:
+    """A module has others in place of its inputs: hooks of it would not be seen."""
+    body, hook, then = BY_HOOKS[what]
+    register = f"for each in model.blocks: each.register_forward_{hook}\n"
+    code = WRITES.replace("BODY", body).replace("GIVEN", "total")
+    code = code.replace("return x + total", f"{then}x + total")
+    code = code.replace("HOOK", "kept = []\n" + register * (when == "before"))
+    code = code.replace("for a, b in", register * (when == "after") + "for a, b in")
+    lab.train("single", code, live=False)
+    expected = lab.pull("result")
+    lab.train("zero3", code, live=False)
+    torch.testing.assert_close(lab.pull("result"), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("strategy", "body", "what"),
     [
+        (
+            "zero3",
+            "x.register_hook(torch.sin); x.mul_(2)",
+            "a Block registers a hook on a tensor",
+        ),
         ("zero3", "x.retain_grad()", "a Block calls retain_grad() of a tensor"),
         ("fsdp", "x.data = x * 2", "a Block sets .data of a tensor"),
         (

@@ -52,6 +52,7 @@ ATTRIBUTES = (
     f"{_STAGE_3}.reduce_ready_partitions_and_remove_grads",
     f"{_INIT}.param_id",
     f"{_OFFLOAD}:FWD_MODULE_STACK",
+    f"{_UTILS}:apply_to_tensors_only",
     *(f"{_UTILS}:{name}" for name in _COMPARES),
     "deepspeed.comm.comm:cdb",
     "deepspeed.ops:_probe_compatible_ops",  # of what a look at it would compile for 4 s
@@ -413,3 +414,13 @@ def module_count() -> list[int]:
     defaults: Sequence[list[int]] = register.__defaults__
     [count] = defaults
     return count
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`function` of each tensor, as DeepSpeed looks for them in what a module is given
+    and returns: in tuples, in lists, and in dicts, which are changed."""
+    if isinstance(value, torch.Tensor) and not hasattr(value, "ds_id"):
+        return function(value)
+    from deepspeed.runtime.zero.utils import apply_to_tensors_only
+
+    return apply_to_tensors_only(function, value)

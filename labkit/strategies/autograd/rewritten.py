@@ -1,6 +1,7 @@
 """What a module does to a tensor that it is given, where it gets another of the same
 memory: `fully_shard` and DeepSpeed put functions of autograd around its inputs."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.torch import Hooks
 from labkit.compat.torch import base_of_view
+from labkit.compat.torch import hooks_of
 from labkit.compat.torch import is_plain
 from labkit.compat.torch import num_changes
 from labkit.compat.torch import share_hooks
@@ -60,7 +63,9 @@ class Substitute:
 
     def __init__(self, own: torch.Tensor, given: torch.Tensor) -> None:
         self.own, self.given = own, given
-        self._hooks = {} if given.grad_fn is None else share_hooks(given, own)
+        self._hooks: Hooks = OrderedDict()
+        if given.grad_fn is not None:
+            self._hooks = hooks_of(own) if given is own else share_hooks(given, own)
         """For its gradient, until something is written to it."""
         self._known = set(self._hooks)
         self._version = num_changes(own)
@@ -102,28 +107,33 @@ class Inputs:
         """What was put in the place of one of them; all else as it is."""
         return self._found[id(value)].given if id(value) in self._found else value
 
-    def hand_back(
-        self, name: str, output: Any, returned: Callable[[torch.Tensor], torch.Tensor]
-    ) -> Any:
-        """Have the caller's tensors the history of those that the module, as `name` has
-        it, ran with, where it has written to them: so they are `returned` of it. The
-        one of them that is its output, if it is one, which the caller may go on to
-        write to."""
+    def own_of(self, value: torch.Tensor) -> torch.Tensor:
+        """The caller's, in place of which the module got this; another as it is."""
         for each in self._found.values():
-            each.check(name, takes_hooks=True)
+            if each.given is value:
+                return each.own
+        return value
+
+    @property
+    def ids(self) -> list[int]:
+        """Of the caller's."""
+        return [*self._found]
+
+    def hand_back(
+        self, name: str, returned: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Have the caller's tensors the history of those that the module, as `name` has
+        it, ran with, where it has written to them: so they are `returned` of it."""
+        for each in self._found.values():
+            each.check(name, takes_hooks=not each.is_written)
         written = [each for each in self._found.values() if each.is_written]
         if not any(each.given.requires_grad for each in written):
-            return None
+            return
         if overlap([each.own for each in written]):
             raise UnsupportedLoopError(OVERLAP.format(name=name))
-        result = None
         for each in written:
-            own, given = each.own, each.given
-            if given.requires_grad and not isinstance(own, nn.Parameter):
-                if is_next(output, given):
-                    result = own
-                rewrite(own, returned(given))
-        return result
+            if each.given.requires_grad and not isinstance(each.own, nn.Parameter):
+                rewrite(each.own, returned(each.given))
 
 
 def overlap(tensors: Iterable[torch.Tensor]) -> bool:
@@ -154,15 +164,6 @@ def origin(tensor: torch.Tensor) -> torch.Tensor:
     """What a tensor is a view of, or itself."""
     base = base_of_view(tensor)
     return tensor if base is None else base
-
-
-def is_next(output: Any, found: torch.Tensor) -> bool:
-    """Whether an output is one tensor, by a function of autograd that changes none."""
-    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
-        return False
-    is_all = output.shape == found.shape and output.data_ptr() == found.data_ptr()
-    former = [function for function, _ in output.grad_fn.next_functions]
-    return is_all and former == [found.grad_fn]
 
 
 def rewrite(own: torch.Tensor, written: torch.Tensor) -> None:

@@ -18,10 +18,13 @@ from torch import nn
 
 from labkit.checks import UnsupportedLoopError
 from labkit.compat.deepspeed import follow_external
+from labkit.compat.deepspeed import map_tensors
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_transformed
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.backward import Roots
+from labkit.strategies.autograd.forward import Forward
+from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.autograd.rewritten import Inputs
 from labkit.strategies.model.alike import check_nested
 from labkit.strategies.model.gradients import is_absent
@@ -303,53 +306,64 @@ class ZeRO3(ZeRO):
         return [*gathered, *buckets(self._zero)]
 
 
-class Replacing:
-    """Stands for the function of autograd that DeepSpeed puts around each tensor that a
-    module is given, within its calls that are under way."""
+class Apart:
+    """Stands for a function of autograd that DeepSpeed puts around each tensor that a
+    module is given, or returns, before or after the hooks of the user's own."""
 
-    def __init__(self, function: Any, under_way: list[Inputs | None]) -> None:
-        self._function, self._under_way = function, under_way
-
-    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
-        inputs = self._under_way[-1] if self._under_way else None
-        found: torch.Tensor
-        found = inputs.replace(tensor) if inputs else self._function.apply(tensor)
-        return found
+    def __init__(self, apply: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.apply = apply
 
 
 def watch_inputs(module: Any) -> list[Callable[[], None]]:
-    """Hand back what a module writes to the tensors that it is given, in place of which
-    DeepSpeed gives it others."""
+    """Have a module itself get others in place of the tensors that it is given, as
+    DeepSpeed needs it, and hand back what it writes to them. Hooks see the caller's,
+    which may be written to later; where the module returns one of them, it is that."""
     if "post_bwd_fn" not in vars(module):  # it is within one that is gathered whole
         return []
-    under_way: list[Inputs | None] = []
-    own = module.post_bwd_fn
+    given, returned = module.post_bwd_fn, module.pre_bwd_fn
+    handed_on: set[int] = set()
+    """Ids of the caller's, in what a call returns."""
 
     @torch.compiler.disable
-    def begin(*_: Any) -> None:
-        under_way.append(Inputs(own.apply) if torch.is_grad_enabled() else None)
+    def begin(args: Any, kwargs: dict[str, Any]) -> tuple[Inputs | None, Any, Any]:
+        handed_on.clear()
+        if not torch.is_grad_enabled():
+            return None, args, kwargs
+        inputs = Inputs(given.apply)
+        args = map_tensors(inputs.replace, args)
+        # By keyword DeepSpeed leaves what it has replaced elsewhere.
+        return inputs, args, {n: inputs.replaced(x) for n, x in kwargs.items()}
 
     @torch.compiler.disable
-    def give_once(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """By keyword DeepSpeed leaves what it has replaced elsewhere."""
-        inputs = under_way[-1]
-        if not kwargs or inputs is None:
-            return None
-        return args, {name: inputs.replaced(x) for name, x in kwargs.items()}
-
-    @torch.compiler.disable
-    def end(module: Any, args: Any, output: Any) -> Any:
-        inputs = under_way.pop()
+    def end(inputs: Inputs, args: Any, output: Any) -> Any:
         # As what it returns: before its gradient comes, parameters are gathered.
-        name = f"a {type(module).__name__}"
-        return inputs and inputs.hand_back(name, output, module.pre_bwd_fn.apply)
+        inputs.hand_back(f"a {type(module).__name__}", returned.apply)
+        if not all(isinstance(each, torch.Tensor) for each in args):
+            map_tensors(inputs.own_of, args)  # in dicts, which are the caller's
+        handed_on.update(inputs.ids)
+        return map_tensors(inputs.own_of, output)
 
-    module.post_bwd_fn = Replacing(own, under_way)
-    before = module.register_forward_pre_hook(begin, prepend=True)
-    then = module.register_forward_pre_hook(give_once, with_kwargs=True)
-    after = module.register_forward_hook(end, always_call=True)
-    hooks = [each.remove for each in (before, then, after)]
-    return [*hooks, partial(setattr, module, "post_bwd_fn", own)]
+    def wrap(plain: Forward) -> Forward:
+        def forward(called: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if called is not module:  # but a copy of it
+                return plain(called, *args, **kwargs)
+            inputs, args, kwargs = begin(args, kwargs)
+            output = plain(called, *args, **kwargs)
+            return output if inputs is None else end(inputs, args, output)
+
+        return forward
+
+    def apply(tensor: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor
+        found = tensor if id(tensor) in handed_on else returned.apply(tensor)
+        return found
+
+    module.post_bwd_fn, module.pre_bwd_fn = Apart(lambda tensor: tensor), Apart(apply)
+    return [
+        wrap_forward(module, wrap),
+        partial(setattr, module, "post_bwd_fn", given),
+        partial(setattr, module, "pre_bwd_fn", returned),
+    ]
 
 
 def for_any_pass(gather: Callable[..., None], *args: Any) -> None:
