@@ -883,6 +883,16 @@ def test_a_layer_writes_to_a_part_and_forward_goes_on_with_the_rest(lab: Lab) ->
     assert_equals_single(lab, code + LOOP_NET)
 
 
+def test_what_is_written_to_while_it_is_sent_arrives_as_it_was(lab: Lab) -> None:
+    """The rank that gets it is late."""
+    late = "h = x; time.sleep(0.2 * globals().get('rank', 0)); x = self.blocks[1](x)"
+    code = NET.replace("x + torch.tanh(self.linear(x))", "self.linear(x + 0)")
+    code = code.replace("for block in self.blocks:", "if True:")
+    code = code.replace("x = block(x)", f"{late}; h.mul_(-3)")
+    code = code.replace("return self.head(x)", "return self.head(x + h)")
+    assert_equals_single(lab, "import time\n" + code + LOOP_NET)
+
+
 def test_what_layers_write_to_is_not_kept(lab: Lab) -> None:
     code = NET.replace("x + torch.tanh(self.linear(x))", "self.linear(x.relu_())")
     counting = LOOP_NET.replace(

@@ -219,6 +219,8 @@ class Relay:
         """Tensors of which others have taken the place in the pass under way."""
         self._stale: dict[int, list[torch.Tensor]] = {}
         """The same, by storage: in each of these one is, here, as it was before."""
+        self._in_flight: set[int] = set()
+        """Storages of tensors that may not have arrived yet where they are sent."""
         self._flags = [flags_of(module) for module in stages.modules]
         """Attributes of layers that tell what these do."""
         self._shapes: dict[Any, Any] = {}
@@ -345,6 +347,8 @@ class Relay:
             if is_view(written):
                 raise UnsupportedLoopError(WRITES_PART.format(name=name.strip("_")))
             self._written.append(written)
+        if is_tensor(written):
+            self._let_arrive([written])
         if len(stages) > 1 and self._stage is not None:
             self._is_chain = False  # that is for layers alone, in a schedule
         if len({each % self.size for each in stages}) > 1 and self._stage is None:
@@ -676,6 +680,7 @@ class Relay:
             return self._shapes_of(number, call, as_shapes, spec)
 
         if is_here:
+            self._let_arrive(leaves)
             found, (out_spec, places, written) = self._surviving(
                 lambda: self._run_layer(number, call, leaves, spec), run_for_shapes
             )
@@ -825,6 +830,7 @@ class Relay:
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         tensor = tensor.detach().contiguous()
+        self._in_flight.add(memory_of(tensor))
         self.channel.send(to, [tensor])
 
     def receive(self, shape: Any, dtype: torch.dtype, source: int) -> torch.Tensor:
@@ -834,7 +840,15 @@ class Relay:
 
     def flush(self) -> None:
         """Wait until what this rank has sent has arrived."""
+        self._in_flight.clear()
         self.channel.flush()
+
+    def _let_arrive(self, leaves: Sequence[Any]) -> None:
+        """Wait for that where any of these may be written to, and is being sent."""
+        if self._in_flight and not self._in_flight.isdisjoint(
+            memory_of(leaf) for leaf in leaves if is_tensor(leaf)
+        ):
+            self.flush()
 
 
 def is_of_no_stage(leaf: Any) -> bool:
