@@ -10,8 +10,10 @@ from labkit.notebook.history.collector import Collector
 from labkit.notebook.runs.catalog import list_runs
 from labkit.notebook.runs.comparison import compare_runs
 from labkit.notebook.runs.run import Run
+from labkit.records import NO_STEPS
 from labkit.records import RECORD
 from labkit.records import Batch
+from labkit.records import Note
 from labkit.records import Progress
 
 
@@ -36,6 +38,13 @@ def make_run(
 
 
 EMPTY: dict[int, Sequence[float]] = {0: [], 1: []}
+
+
+def test_that_there_are_no_steps_is_noted_where_no_rank_has_any() -> None:
+    for losses, notes in (EMPTY, [NO_STEPS]), ({0: [1.0], 1: []}, []):
+        run = make_run(losses)
+        run.collector.add_report(1, Note(NO_STEPS))
+        assert run.notes == notes
 
 
 # ---- loss ----

@@ -22,6 +22,7 @@ from labkit.notebook.history.stragglers import lag_by_rank
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
 from labkit.records import LOSS_WEIGHT
+from labkit.records import NO_STEPS
 from labkit.records import PARTS
 from labkit.records import PHASES
 from labkit.records import Collective
@@ -325,7 +326,9 @@ class RunRecord:
     def notes(self) -> list[str]:
         """Sentences about the cell's loop: where its result differs from that of one
         process, and where labkit did something else than the code says."""
-        return list(self.collector.notes)
+        # One rank may say that it has no steps while another has.
+        has_records = any(self.collector.num_records.values())
+        return [n for n in self.collector.notes if n != NO_STEPS or not has_records]
 
     @property
     def not_on_disk(self) -> int:
