@@ -392,6 +392,28 @@ def test_what_a_step_has_offloaded_is_not_taken_for_the_next_one(
     torch.testing.assert_close(found[1], found[0])
 
 
+def test_a_step_in_inference_mode_is_refused(lab: Lab) -> None:
+    """It would leave torch in a state in which no next step works."""
+    code = HALF.format(passes="model(x).square().mean().backward()")
+    code = code.replace("    optimizer.step", "    with nn_mode(): optimizer.step")
+    code = "import torch\nnn_mode = torch.inference_mode\n" + code
+    with pytest.raises(
+        RankError, match=r"step\(\) is called under torch.inference_mode"
+    ):
+        lab.train("zero3", code, live=False, timeout=60)
+    lab.train("zero3", code.replace("torch.inf", "torch.no_grad #"), live=False)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_parameters_that_are_to_be_swapped_are_converted(
+    lab: Lab, strategy: str
+) -> None:
+    code = HALF.format(passes="model(x).square().mean().backward()")
+    switch = "torch.__future__.set_swap_module_params_on_conversion({})\n"
+    code = f"import torch\n{switch.format(True)}{code}{switch.format(False)}"
+    lab.train(strategy, code, live=False, timeout=60)
+
+
 @pytest.mark.parametrize("strategy", release_but(["zero1", "zero3"], "zero1"))
 def test_a_model_whose_backward_pass_was_interrupted_is_trained_on(
     lab: Lab, strategy: str, references: list[dict[str, Any]]

@@ -614,6 +614,18 @@ def eagerly() -> contextlib.AbstractContextManager[None]:
 # ---- modules ----
 
 
+@contextlib.contextmanager
+def in_place_conversion() -> Iterator[None]:
+    """Within it `module.to` sets `.data` of parameters, as is usual, also where a loop
+    has chosen that they are swapped: none can be that something refers to."""
+    chosen = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(chosen)
+
+
 @GATE.needs("torch.nn:Module._buffers")
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The buffers of a module itself, also those that are None so far."""

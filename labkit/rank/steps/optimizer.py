@@ -60,6 +60,10 @@ STEP_OF_OTHERS = (
     "it. Have the class read it from optimizer.param_groups, where the loop sets it "
     "before the step, or use ddp"
 )
+IN_INFERENCE = (
+    "optimizer.step() is called under torch.inference_mode(), of which no later step "
+    "could take a tensor. Call it outside of that: it needs no mode, and none is faster"
+)
 UNNAMED = (
     "the loop calls {kind}.step with {found}, which is no closure; give it by name, as "
     "in optimizer.step(scale=0.5)"
@@ -168,6 +172,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def step(
         self, closure: Closure | None = None, *unnamed: Any, **arguments: Any
     ) -> Any:
+        if torch.is_inference_mode_enabled():
+            raise UnsupportedLoopError(IN_INFERENCE)
         self.prepared.check_ranks()
         self._check_arguments(closure, unnamed, arguments)
         self.prepared.step_arguments = arguments

@@ -24,6 +24,7 @@ from labkit.compat.deepspeed import prepare_backward
 from labkit.compat.deepspeed import second_copies
 from labkit.compat.torch import call_step_hooks
 from labkit.compat.torch import has_step_hooks
+from labkit.compat.torch import in_place_conversion
 from labkit.compat.torch import without_step_hooks
 from labkit.records import GRADIENTS
 from labkit.records import WEIGHTS
@@ -158,6 +159,7 @@ class ZeRO(Prepared):
         with (
             quiet(),
             numbered_as(self.device),
+            in_place_conversion(),
             second_copies(num_sharing) as sharing,
         ):
             if self.stage == 3:
