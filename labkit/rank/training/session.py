@@ -67,6 +67,8 @@ from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import run_all
 from labkit.rank.training import notes
 from labkit.rank.training.cell_checkpoints import Checkpoints
+from labkit.rank.training.loaded_states import LOADED_OTHERS
+from labkit.rank.training.loaded_states import LoadedStates
 from labkit.rank.training.resume import RunCheckpointer
 from labkit.rank.training.resume import seed_everything
 from labkit.records import BEST_FOLDER
@@ -193,6 +195,7 @@ class Session:
             num_backwards=lambda: hooks.num_backwards,
         )
         # A step that is stopped at has been saved before; it is timed last.
+        self._loaded = LoadedStates(self._is_trained, lambda: self._records.num_steps)
         self._observers = [self._checkpointer, *observers, self._replicas, sampler]
         self._events = LoopEvents(
             hooks,
@@ -212,6 +215,7 @@ class Session:
             watching_zero_grad(self._optimizers),
             watching_gradient_hooks(self._checks.see_hook),
             checking_loads(),
+            self._loaded.watching(),
             self._checks.watching_saves(),
             warnings.catch_warnings(),
             contextlib.ExitStack() as watching,
@@ -237,6 +241,9 @@ class Session:
             self.note(NO_STEPS)
         for each in self.prepared():
             each.course.finish()
+        is_shared = bool(self.prepared()) and self._roles is None
+        if is_shared and not self.peers.agree_on(self._loaded.number, apart=True):
+            self.note(LOADED_OTHERS)
         self._keep_state(is_interrupted)
 
     def _keep_state(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:
@@ -294,6 +301,10 @@ class Session:
     def prepared(self) -> list[Prepared]:
         """What `prepare` has made in this run."""
         return [each.prepared for each in self._optimizers]
+
+    def _is_trained(self, model: nn.Module) -> bool:
+        """Whether it is one that `prepare` has returned in this run."""
+        return any(model is each.module for each in self.prepared())
 
     @functools.cached_property
     def mesh(self) -> DeviceMesh | None:

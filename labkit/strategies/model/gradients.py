@@ -351,12 +351,16 @@ def is_of_compiler(frame: Any) -> bool:
     return module.startswith(("torch._dynamo.", "torch._subclasses."))
 
 
+WATCHES = ("checked_load", "noted_load", "noted_take")
+"""Functions of labkit's around torch's own, which see what a cell loads."""
+
+
 def is_of_cell(frame: Any) -> bool:
     """Whether this is not code of DeepSpeed or labkit, if by way of torch, or of the
     check of what a cell loads."""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package != "torch" and frame.f_code.co_name != "checked_load":
+        if package != "torch" and frame.f_code.co_name not in WATCHES:
             return package not in ("deepspeed", "labkit")
         frame = frame.f_back
     return False
