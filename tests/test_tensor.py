@@ -634,6 +634,26 @@ def test_what_a_loop_does_with_parts_is_refused(
         train(lab, "tensor", code, config={"plan": plan})
 
 
+def test_a_split_layer_that_the_loop_replaces_is_refused(lab: Lab) -> None:
+    """Also once the split model has been compared with the whole one."""
+    code = """
+import torch
+from labkit.models import mlp
+model = mlp()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.randn(32, 64)
+model, optimizer, loader = prepare(model, optimizer, data, batch_size=8)
+for number, x in enumerate(loader):
+    if number == 2:
+        model[-1] = torch.nn.Linear(model[-1].in_features, 10)
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    with pytest.raises(RankError, match=r"3\.weight was replaced since prepare"):
+        train(lab, "tensor", code)
+
+
 def test_ranks_with_parts_of_a_model_have_the_same_inputs(lab: Lab) -> None:
     code = cell("gpt").replace("model(x)", "model((x + rank) % 32)")
     with pytest.raises(RankError, match="give it different inputs"):

@@ -8,10 +8,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
 from labkit.strategies.autograd.backward import unfollow
+from labkit.strategies.autograd.forward import Forward
+from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.model.shards import check_parts
 from labkit.strategies.model.shards import patch_dtensor
 from labkit.strategies.model.shards import shapes_of_parts
@@ -22,6 +25,13 @@ from labkit.strategies.prepared import Prepared
 from labkit.strategies.prepared import Tensors
 from labkit.strategies.prepared import check_keys
 from labkit.strategies.prepared import optimizer_tensors
+
+REPLACED = (
+    "{name} was replaced since prepare, by a parameter or a layer that is whole, and "
+    "tensor has split it: what it computes is no part of what the other layers take. "
+    "Give the parameter that was there other values, after optimizer.step() and under "
+    "torch.no_grad(), or replace it before prepare; or use ddp"
+)
 
 
 class TensorParallel(Prepared):
@@ -46,7 +56,28 @@ class TensorParallel(Prepared):
         self._shapes = shapes_of_parts(self._parameters)
         follow(self)
         self._undo.append(lambda: unfollow(self))
+        self._undo.append(wrap_forward(self.module, self._told))
         self.autocast()
+
+    def _told(self, plain: Forward) -> Forward:
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return plain(module, *args, **kwargs)
+            except RuntimeError as error:
+                if module is self.module and (name := self._replaced()):
+                    raise UnsupportedLoopError(REPLACED.format(name=name)) from error
+                raise
+
+        return forward
+
+    def _replaced(self) -> str | None:
+        """The name of a parameter that was split, and is whole or away."""
+        named = dict(self.module.named_parameters())
+        for name, parameter in self._parameters.items():
+            was_split = isinstance(parameter, DTensor)
+            if was_split and not isinstance(named.get(name), DTensor):
+                return name
+        return None
 
     def check_layout(self) -> None:
         check_parts(self._parameters, self._shapes)
