@@ -275,6 +275,7 @@ OF_STRATEGIES = {
     r"setStorage: sizes .* out of bounds for storage of size 0": TWICE,
     "mat2 must be a matrix": TWICE,
     "weight should have at least three dimensions": TWICE,
+    "active_backward_submodules is empty": TWICE,
     "to match the convolution dimensions, but got stride": TWICE,
     "PreBackwardFunctionForModuleBackward returned an invalid": RETURNED_PARAMETER,
     "ForZeroStage3Backward returned an invalid gradient": WITHIN_A_PASS,

@@ -219,7 +219,8 @@ class ZeRO3(ZeRO):
                 rank = self.peers.rank % parameter.ds_secondary_tensor_group_size
                 second.copy_(own_part(second, parameter.data, rank))
             if id(parameter) in self._trained_ids:
-                master = safe_get_local_fp32_param(parameter)
+                with trained(parameter):
+                    master = safe_get_local_fp32_param(parameter)
                 take(ours[: master.numel()].view_as(master), master)
 
     def _with_nodes(
