@@ -587,3 +587,58 @@ ours = [h for h in hooks if h.__module__.startswith("labkit")]
         lab.run(LOOK.replace("model(", "twin("))
         torch.testing.assert_close(lab.pull("found"), one_process(16, epochs=1))
         lab.run(copied)
+
+
+TRAIN = "train(model, optimizer, loader)"
+KEPT = """
+best, kept = [9.0, 0.1][rank], None
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y)
+    if best > loss.item():
+        kept = copy.deepcopy(KEPT)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    LAST
+"""
+
+
+@pytest.mark.parametrize("copied", ["model", "average"])
+@pytest.mark.parametrize("last", ["pass", "break"])
+def test_copies_that_only_some_ranks_make_under_fsdp_are_refused(
+    lab: Lab, copied: str, last: str
+) -> None:
+    """Their parts would be of different steps: before the next step, or at the end."""
+    average = "import copy\naverage = copy.deepcopy(model)"
+    begin = MAKE + PREPARE.format(size=16).replace(TRAIN, average)
+    loop = KEPT.replace("KEPT", copied).replace("LAST", last)
+    with pytest.raises(RankError, match="some ranks have copied the model"):
+        lab.train("fsdp", begin + loop, live=False)
+
+
+def test_parameters_copied_with_a_model_under_fsdp_are_those_of_the_copy(
+    lab: Lab,
+) -> None:
+    copied = """
+import copy
+both = copy.deepcopy({"model": model, "parameters": [*model.parameters()]})
+pairs = zip(both["model"].parameters(), both["parameters"], strict=True)
+are_same = all(own is other for own, other in pairs)
+"""
+    lab.train("fsdp", EVEN + copied, live=False)
+    assert lab.pull("are_same", "all") == [True, True]
+    with pytest.raises(RankError, match="before it has the model itself"):
+        lab.run("copy.deepcopy([[*model.parameters()], model])")
+
+
+def test_a_copy_of_a_model_under_fsdp_in_its_own_forward_pass_is_refused(
+    lab: Lab,
+) -> None:
+    copying = """
+import copy
+model[0].register_forward_pre_hook(lambda *_: [copy.deepcopy(model)][1:] or None)
+model(make(8)[:][0].to(device))
+"""
+    begin = MAKE + PREPARE.format(size=16).replace(TRAIN, "")
+    with pytest.raises(RankError, match="forward pass that is under way"):
+        lab.train("fsdp", begin + copying, live=False)

@@ -110,6 +110,13 @@ def groups_of(module: nn.Module | FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+@GATE.needs(f"{_GROUP}.use_training_state")
+def is_in_forward(group: Any) -> bool:
+    """Whether a forward pass that this group is gathered for is under way, or has
+    failed."""
+    return str(group._training_state.name) == "FORWARD"
+
+
 @GATE.needs(f"{_STATE}._register_pre_backward_hook")
 def choose_hooked(
     module: FSDPModule, choose: Callable[[Any], list[torch.Tensor]]

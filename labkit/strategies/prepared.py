@@ -27,6 +27,7 @@ from labkit.compat.torch import without_modes
 from labkit.records import Averages
 from labkit.records import ModelFacts
 from labkit.strategies import Strategy
+from labkit.strategies.autograd.agreement import OTHER_COPIES
 from labkit.strategies.autograd.agreement import OTHER_LAYERS
 from labkit.strategies.autograd.agreement import OTHER_PASSES
 from labkit.strategies.autograd.agreement import OTHER_SETTINGS
@@ -353,6 +354,7 @@ class Prepared:
             self.course.num_batches,
             self.course.num_passes,
             self._num_steps,
+            self.course.num_copies,
             self._optimizer_settings.number,
             self._stepped_with,
             self.route.take(),
@@ -362,7 +364,7 @@ class Prepared:
 
     def _check_alike(self, found: tuple[list[bool], list[bool]]) -> list[bool]:
         some, same = found
-        is_same_batch, is_same_pass, is_same_step, *more = same
+        is_same_batch, is_same_pass, is_same_step, has_same_copies, *more = same
         has_same_settings, had_same_settings, is_same_route, is_alike = more
         if not (is_same_batch or is_same_pass):
             which = (
@@ -373,6 +375,8 @@ class Prepared:
             raise UnsupportedLoopError(SKIPPED)
         if not is_same_step:
             raise UnsupportedLoopError(STEP_SKIPPED)
+        if not has_same_copies:
+            raise UnsupportedLoopError(OTHER_COPIES)
         if not (has_same_settings and had_same_settings):
             rates = self._optimizer_settings.rates
             raise UnsupportedLoopError(OTHER_SETTINGS.format(rates=rates))

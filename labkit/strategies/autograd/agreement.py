@@ -42,6 +42,13 @@ OTHER_PASSES_BY_VALUES = (
     "dist.all_reduce(number, dist.ReduceOp.MAX). Or use ddp, zero1 or zero2, under "
     "which a rank may run more forward passes than another"
 )
+OTHER_COPIES = (
+    "some ranks have copied the model, by copy.deepcopy, and others have not, for "
+    "example by a condition on the rank's own loss. A copy of a model in parts is in "
+    "parts as well, so that these would be of different steps. Make the same "
+    "decision on all ranks: call dist.all_reduce on the value that the condition "
+    "tests, before it"
+)
 NUM_LOOKS = 3
 """Steps in which what layers that gather their parameters do is compared anyhow."""
 NUM_ALIKE = 10
@@ -133,6 +140,8 @@ class Course:
         self._num_open = 0
         self.num_passes = 0
         """Backward passes since the last step."""
+        self.num_copies = 0
+        """Of a model in parts."""
         self._num_calls = 0
         """Of the model, that are under way, one within the other."""
         self._is_in_backward = self._is_compared = False
@@ -233,9 +242,15 @@ class Course:
             self._looks = self._num_alike < (NUM_LOOKS if are_all else NUM_ALIKE)
         self._num_compared = 0
 
+    def copy(self) -> None:
+        """It copies a model that is here in parts, or a copy of it."""
+        self.num_copies += 1
+
     def finish(self) -> None:
         """The loop has ended well. Collective."""
         self._settle(self._trained)
+        if self._gathers and not self._team.agree_on(self.num_copies, apart=True):
+            raise UnsupportedLoopError(OTHER_COPIES)
 
     def end(self) -> None:
         """The run is over: what a cell does from now on may be one rank's alone."""

@@ -26,6 +26,7 @@ def apply_fsdp(
     *,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
+    is_alike: bool = False,
     **settings: Any,
 ) -> FSDPModule:
     """Shard `model` in place along the last axis of `mesh`, with the values of its
@@ -34,6 +35,7 @@ def apply_fsdp(
     A block at a time comes to `device`, from the meta device too, and is sharded before
     the next: no rank ever has the whole model on it. The blocks are gathered and
     computed in `dtype`; parameters and reduced gradients are fp32, as is the output.
+    With `is_alike` nothing is sent: all ranks have what is to be there.
     `settings` are arguments of `fully_shard`. Make the optimizer after it.
     """
     device = device or torch.device(mesh.device_type)
@@ -51,7 +53,8 @@ def apply_fsdp(
     for part, tensors in parts(model, [u for u in units_of_all if u is not model]):
         for tensor in tensors:
             move(tensor, device)
-            broadcast(local_part(tensor.detach()), mesh)  # as DDP and DeepSpeed do
+            if not is_alike:
+                broadcast(local_part(tensor.detach()), mesh)  # as DDP and DeepSpeed do
         special = at_root if part in outermost else {}
         root = fully_shard(takeable(part), mesh=mesh, **{**settings, **special})
         release(tensors, part)

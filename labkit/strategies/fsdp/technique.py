@@ -44,6 +44,7 @@ from labkit.strategies.autograd.structures import replaced
 from labkit.strategies.fsdp.blocks import Block
 from labkit.strategies.fsdp.blocks import computed_in
 from labkit.strategies.fsdp.blocks import reduce_filled
+from labkit.strategies.fsdp.copies import check_between_passes
 from labkit.strategies.fsdp.copies import let_copy
 from labkit.strategies.fsdp.parts import Parts
 from labkit.strategies.fsdp.parts import version_of
@@ -138,7 +139,7 @@ class FSDP(Prepared):
             self.scaler = torch.amp.GradScaler(self.device.type)
         whole = {parameter: name for name, parameter in self.module.named_parameters()}
         roots = called_ones(self.module)
-        shard: Callable[[nn.Module], Any] = partial(
+        shard: Callable[..., Any] = partial(
             apply_fsdp,
             mesh=mesh,
             device=self.device,
@@ -171,8 +172,11 @@ class FSDP(Prepared):
         self.see_calls(self._end_call)
         follow(self)
         self._undo += in_one_precision(self.module)
-        let_copy(self.module, shard, self._begin_copy)
-        self._undo.append(partial(let_copy, self.module, shard, lambda: None))
+        shard_alike: Callable[[nn.Module], Any] = partial(shard, is_alike=True)
+        let_copy(self.module, shard_alike, self._begin_copy, self.course.copy)
+        self._undo.append(
+            partial(let_copy, self.module, shard_alike, *[lambda: None] * 2)
+        )
 
     def _watch_blocks(self) -> None:
         """See what blocks are given and return, and reduce what other ranks reach."""
@@ -252,6 +256,7 @@ class FSDP(Prepared):
 
     def _begin_copy(self) -> None:
         """What is gathered is no part of a copy."""
+        check_between_passes(self._groups)
         self._check_whole()
         self._reshard()
 
