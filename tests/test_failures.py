@@ -324,6 +324,9 @@ def test_what_native_code_said_as_it_aborted_is_quoted() -> None:
         f"{OTHER_COLLECTIVES}"
     )
     assert abort_text("Fatal Python error: Aborted\n") == ""
+    cut = "terminate called after throwing an instance of 'Fatal Python error: Aborted"
+    for each in (cut, "terminate called recursively"):
+        assert abort_text(f"{each}\n\n") == f"terminate called; {OTHER_COLLECTIVES}"
 
 
 def test_a_wrapped_model_survives_the_failure_of_a_rank(lab: Lab) -> None:

@@ -241,7 +241,11 @@ def abort_text(log: str) -> str:
     found = re.findall(r"terminate called [^\n]*(?:\n  what\(\):[^\n]*)?", log)
     # Before it a process that the rank had started may have ended like that.
     said = " ".join(found[-1].split()) if found else ""
-    return f"{said}; {OTHER_COLLECTIVES}" if "gloo::EnforceNotMet" in said else said
+    # Two threads of gloo's that fail at once cut off what each of them writes.
+    is_cut = said.endswith((" recursively", "Fatal Python error: Aborted"))
+    said = "terminate called" if is_cut else said
+    is_known = is_cut or "gloo::EnforceNotMet" in said
+    return f"{said}; {OTHER_COLLECTIVES}" if is_known else said
 
 
 # ---- the kernel's out-of-memory killer (Linux) ----
