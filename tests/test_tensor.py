@@ -108,6 +108,23 @@ def test_a_grid_of_ranks_equals_one_process(
 
 
 @pytest.mark.release
+@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "dp_replicate=2,tp=2"])
+def test_a_penalty_on_layers_of_several_meshes_may_be_added_to_the_loss(
+    lab_of_4: Lab, mesh: str
+) -> None:
+    penalty = "sum(p.pow(2).sum() for p in reversed([*model.parameters()]))"
+    loss = "loss_fn(model(x), y)"
+    code = cell("gpt").replace("num_heads=2", "num_heads=4")
+    assert loss in code
+    code = code.replace(loss, f"(1e-3 * {penalty} + {loss})")
+    train(lab_of_4, "single", code, **BOTH)
+    weights = pull_weights(lab_of_4, "single")
+    train(lab_of_4, "tensor", code, mesh=mesh, **BOTH)
+    found = pull_weights(lab_of_4, "tensor")
+    torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.release
 def test_split_layers_in_bf16(lab: Lab) -> None:
     run = train(lab, "single", cell("gpt"), precision="bf16", **BOTH)
     losses, expected = global_losses(run), pull_weights(lab, "single")

@@ -212,6 +212,12 @@ class Averaged(torch.autograd.Function):
         return parts.full_tensor(), None
 
 
+def averaged(scalar: DTensor) -> torch.Tensor:
+    """The whole of it. Collective."""
+    found: torch.Tensor = Averaged.apply(scalar.full_tensor(), scalar.device_mesh)
+    return found
+
+
 def patch_dtensor() -> None:
     """Have `item()`, `numpy()` and the like of a DTensor be of the whole: torch's own
     takes this rank's part of a sum or a norm, without a word, or raises. And have
@@ -227,13 +233,13 @@ def patch_dtensor() -> None:
 
     def meeting_plain(method: Callable[..., Any]) -> Callable[..., Any]:
         def take(self: DTensor, other: Any) -> Any:
-            is_plain = isinstance(other, torch.Tensor) and not isinstance(
-                other, DTensor
-            )
-            if is_plain and self.dim() == 0:
-                return method(
-                    Averaged.apply(self.full_tensor(), self.device_mesh), other
-                )
+            if self.dim() > 0 or not isinstance(other, torch.Tensor):
+                return method(self, other)
+            if not isinstance(other, DTensor):
+                return method(averaged(self), other)
+            # On a mesh, layers that are split are on more of its axes than others.
+            if other.dim() == 0 and other.device_mesh != self.device_mesh:
+                return method(averaged(self), averaged(other))
             return method(self, other)
 
         return take
