@@ -112,7 +112,9 @@ def test_a_grid_of_ranks_equals_one_process(
 def test_a_penalty_on_layers_of_several_meshes_may_be_added_to_the_loss(
     lab_of_4: Lab, mesh: str
 ) -> None:
-    penalty = "sum(p.pow(2).sum() for p in reversed([*model.parameters()]))"
+    # Those that are split come first: torch refuses what is on fewer axes after them.
+    order = "key=lambda p: -getattr(p, 'device_mesh', p).ndim"
+    penalty = f"sum(p.pow(2).sum() for p in sorted(model.parameters(), {order}))"
     loss = "loss_fn(model(x), y)"
     code = cell("gpt").replace("num_heads=2", "num_heads=4")
     assert loss in code
