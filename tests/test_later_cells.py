@@ -576,6 +576,11 @@ def test_a_copy_of_a_model_under_fsdp_is_sharded_in_any_cell(lab: Lab) -> None:
     copied = """
 import copy
 twin = copy.deepcopy(copy.deepcopy(model))
+with torch.inference_mode():
+    shown = copy.deepcopy(model)
+    shown(make(8)[:][0].to(device))
+with torch.no_grad():
+    shown(make(8)[:][0].to(device))
 own = sum(p.to_local().numel() for p in twin.parameters())
 hooks = [h for m in twin.modules() for h in m._forward_pre_hooks.values()]
 ours = [h for h in hooks if h.__module__.startswith("labkit")]

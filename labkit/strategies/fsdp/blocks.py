@@ -191,6 +191,11 @@ def run_on_route(
         )
     ):
         route.add(number)
+    return gather_plainly(pre_forward, *args)
+
+
+def gather_plainly(pre_forward: Callable[..., Any], *args: Any) -> Any:
+    """What a group of parameters does before its block runs, in any mode."""
     if torch.is_inference_mode_enabled():
         # Or what it gathers into could never be part of a backward pass.
         with torch.inference_mode(False), torch.no_grad():

@@ -15,6 +15,7 @@ from labkit.compat.c10d import local_part
 from labkit.compat.data_parallel import as_before_sharding
 from labkit.compat.data_parallel import groups_of
 from labkit.compat.data_parallel import is_in_forward
+from labkit.strategies.fsdp.blocks import gather_plainly
 
 PARAMETERS_FIRST = (
     "copy.deepcopy is to copy an object that has parameters or layers of a sharded "
@@ -40,8 +41,14 @@ def let_copy(
     alike, by `shard`, which sends nothing: torch refuses it. `begin` is called before
     a copy, and `note` also before one of a copy."""
     for module in model.modules():
-        copied = partial(sharded_copy, module, shard, begin, note)
+        copied = partial(plain_mode, sharded_copy, module, shard, begin, note)
         vars(module)["__deepcopy__"] = copied
+
+
+def plain_mode(copied: Callable[..., nn.Module], *args: Any) -> nn.Module:
+    """Call it so that what it makes can be used in any mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        return copied(*args)
 
 
 def sharded_copy(
@@ -71,10 +78,12 @@ def sharded_copy(
         made: nn.Module = copy.deepcopy(module, memo)
     shard(made)
     let_copy(made, shard, lambda: None, note)
-    with torch.no_grad():
-        for ours, theirs in zip(made.parameters(), parameters, strict=True):
-            local_part(ours).copy_(local_part(theirs))
-            memo[id(theirs)] = ours
+    for each in made.modules():
+        for group in groups_of(each):
+            group.pre_forward = partial(gather_plainly, group.pre_forward)
+    for ours, theirs in zip(made.parameters(), parameters, strict=True):
+        local_part(ours).copy_(local_part(theirs))
+        memo[id(theirs)] = ours
     return made
 
 
