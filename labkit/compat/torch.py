@@ -632,6 +632,12 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def about_modules(state_dict: Any) -> Any:
+    """What a state dict says of each module beside its tensors, such as a version; None
+    where it is another dict."""
+    return getattr(state_dict, "_metadata", None)
+
+
 @GATE.needs("torch.nn:Module._non_persistent_buffers_set")
 def transient_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers of a module itself that its state dict does not have."""

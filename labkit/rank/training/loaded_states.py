@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from labkit.compat.torch import about_modules
+
 LOADED_OTHERS = (
     "ranks have loaded other states into the model: of other steps, or at other steps. "
     "Each has decided by what it computes of its own samples, such as its loss, so the "
@@ -46,7 +48,7 @@ class LoadedStates:
         def noted_take(self_: nn.Module, *args: Any, **options: Any) -> Any:
             found = take(self_, *args, **options)
             is_outermost = not args and options.get("destination") is None
-            about = getattr(found, "_metadata", None) if is_outermost else None
+            about = about_modules(found) if is_outermost else None
             if about is not None and options.get("prefix", "") in about:
                 about[options.get("prefix", "")][TAKEN_AT] = self._num_steps()
             return found
@@ -56,7 +58,7 @@ class LoadedStates:
             self_: nn.Module, state_dict: Any, *args: Any, **options: Any
         ) -> Any:
             if self._is_trained(self_):
-                about = getattr(state_dict, "_metadata", None) or {}
+                about = about_modules(state_dict) or {}
                 taken_at = dict(about.get("") or {}).get(TAKEN_AT)
                 self._loads.append((self._num_steps(), taken_at))
             return load(self_, state_dict, *args, **options)
