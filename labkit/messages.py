@@ -85,4 +85,5 @@ def are_replica_notes(notes: ReplicaNotes) -> bool:
         and all(map(is_draw, [*notes.draws, *notes.own_draws]))
         and all(map(is_int, (notes.group, notes.seed, notes.num_steps)))
         and (notes.place is None or is_int(notes.place))
+        and all(map(is_int, (notes.loaded, notes.num_copies)))
     )

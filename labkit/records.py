@@ -454,6 +454,10 @@ class ReplicaNotes:
     place: int | None = None
     """Along the axes of data parallelism: ranks of the same one have the same samples.
     None where each rank has its own."""
+    loaded: int = 0
+    """What the loop has loaded into models that it trains: of which steps, and when."""
+    num_copies: int = 0
+    """That it has made of models that are here in parts."""
 
     @property
     def taken(self) -> "StepsTaken":

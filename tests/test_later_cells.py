@@ -647,3 +647,15 @@ model(make(8)[:][0].to(device))
     begin = MAKE + PREPARE.format(size=16).replace(TRAIN, "")
     with pytest.raises(RankError, match="forward pass that is under way"):
         lab.train("fsdp", begin + copying, live=False)
+
+
+def test_a_copy_that_one_rank_makes_under_fsdp_at_the_end_is_noted(lab: Lab) -> None:
+    copied = """
+import copy
+with torch.no_grad():
+    best = [float(model(x).sum()) for x, y in loader]
+if best[0] < best[1]:
+    twin = copy.deepcopy(model)
+"""
+    run = lab.train("fsdp", EVEN + copied, live=False)
+    assert "different numbers of copies" in run.mismatches[-1]

@@ -44,6 +44,19 @@ WITH_LOADER = (
     "prepare returned, from which each would draw its share. As it is, every rank does "
     "all of the work"
 )
+LOADED_OTHERS = (
+    "ranks have loaded other states into the model: of other steps, or at other steps. "
+    "Each has decided by what it computes of its own samples, such as its loss, so the "
+    "model is now a mixture of these states, where one process has one of them. Decide "
+    "on all ranks together: if stop_early(loss, patience=3, restore_best=True): break; "
+    "or take the mean over the ranks first, by dist.all_reduce of the value"
+)
+COPIED_OTHERS = (
+    "ranks have made different numbers of copies of the model, by copy.deepcopy, after "
+    "their last step. Copies of a model in parts are in parts as well, so that these "
+    "are mixtures of several steps. Make the same decision on all ranks: call "
+    "dist.all_reduce on the value that the condition tests, before it"
+)
 OF_COPIES = {WEIGHTS: WEIGHTS_DIFFER, GRADIENTS: GRADIENTS_DIFFER}
 
 
@@ -59,6 +72,7 @@ def find_inconsistencies(
         *parameter_mismatches(notes),
         *data_mismatches(notes, is_by_hand=is_by_hand),
         *seed_mismatches(notes, is_by_hand=is_by_hand),
+        *state_mismatches(notes),
     ]
 
 
@@ -181,6 +195,14 @@ def seed_mismatches(
         "same units on each of them; seed before prepare, which seeds each rank "
         "differently"
     ]
+
+
+def state_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
+    """States that ranks have loaded, or copies that they have made, of other steps."""
+    loaded = {note.loaded for note in notes.values()}
+    copies = {note.num_copies for note in notes.values()}
+    found = {LOADED_OTHERS: len(loaded) > 1, COPIED_OTHERS: len(copies) > 1}
+    return [text for text, is_so in found.items() if is_so]
 
 
 def _since(steps: list[int], row: int) -> str:

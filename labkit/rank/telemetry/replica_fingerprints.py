@@ -37,6 +37,8 @@ class ReplicaWatch:
         """Ranks of the same group hold replicas of each other."""
         self.place: int | None = None
         """Ranks of the same one have the same samples; None where no two have."""
+        self.loaded = self.num_copies = 0
+        """As in `ReplicaNotes`."""
         self.is_dealt = False
         """Whether the loop takes batches from the loader that `prepare` returned; one
         of its own beside that may give every rank whole batches."""
@@ -119,6 +121,8 @@ class ReplicaWatch:
             torch.initial_seed(),
             num_steps,
             self.place,
+            self.loaded,
+            self.num_copies,
         )
 
 

@@ -11,13 +11,6 @@ from torch import nn
 
 from labkit.compat.torch import about_modules
 
-LOADED_OTHERS = (
-    "ranks have loaded other states into the model: of other steps, or at other steps. "
-    "Each has decided by what it computes of its own samples, such as its loss, so the "
-    "model is now a mixture of these states, where one process has one of them. Decide "
-    "on all ranks together: if stop_early(loss, patience=3, restore_best=True): break; "
-    "or take the mean over the ranks first, by dist.all_reduce of the value"
-)
 TAKEN_AT = "labkit_step"
 """In what a state dict says of its model beside the tensors; copies and files keep it,
 and a dict that the loop makes of its items does not."""

@@ -67,7 +67,6 @@ from labkit.rank.telemetry.emitter import Emitter
 from labkit.rank.telemetry.exceptions import run_all
 from labkit.rank.training import notes
 from labkit.rank.training.cell_checkpoints import Checkpoints
-from labkit.rank.training.loaded_states import LOADED_OTHERS
 from labkit.rank.training.loaded_states import LoadedStates
 from labkit.rank.training.resume import RunCheckpointer
 from labkit.rank.training.resume import seed_everything
@@ -241,9 +240,10 @@ class Session:
             self.note(NO_STEPS)
         for each in self.prepared():
             each.course.finish()
-        is_shared = bool(self.prepared()) and self._roles is None
-        if is_shared and not self.peers.agree_on(self._loaded.number, apart=True):
-            self.note(LOADED_OTHERS)
+        # Compared in the notebook: no rank waits here for one that is in the loop yet.
+        watch = self._replicas.watch
+        watch.loaded = self._loaded.number
+        watch.num_copies = sum(each.course.num_copies for each in self.prepared())
         self._keep_state(is_interrupted)
 
     def _keep_state(self, is_interrupted: Callable[[], bool] = lambda: False) -> None:

@@ -249,8 +249,6 @@ class Course:
     def finish(self) -> None:
         """The loop has ended well. Collective."""
         self._settle(self._trained)
-        if self._gathers and not self._team.agree_on(self.num_copies, apart=True):
-            raise UnsupportedLoopError(OTHER_COPIES)
 
     def end(self) -> None:
         """The run is over: what a cell does from now on may be one rank's alone."""
