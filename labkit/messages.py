@@ -84,6 +84,8 @@ def are_replica_notes(notes: ReplicaNotes) -> bool:
         and notes.values.shape == shape
         and all(map(is_draw, [*notes.draws, *notes.own_draws]))
         and all(map(is_int, (notes.group, notes.seed, notes.num_steps)))
-        and (notes.place is None or is_int(notes.place))
-        and all(map(is_int, (notes.loaded, notes.num_copies)))
+        and all(
+            each is None or is_int(each)
+            for each in (notes.place, notes.loaded, notes.num_copies)
+        )
     )

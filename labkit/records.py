@@ -454,10 +454,11 @@ class ReplicaNotes:
     place: int | None = None
     """Along the axes of data parallelism: ranks of the same one have the same samples.
     None where each rank has its own."""
-    loaded: int = 0
-    """What the loop has loaded into models that it trains: of which steps, and when."""
-    num_copies: int = 0
-    """That it has made of models that are here in parts."""
+    loaded: int | None = None
+    """What the loop has loaded into models that it trains: of which steps, and when.
+    None where it has not ended well."""
+    num_copies: int | None = None
+    """That it has made of models that are here in parts; None as above."""
 
     @property
     def taken(self) -> "StepsTaken":

@@ -613,7 +613,7 @@ for x, y in loader:
 def test_copies_that_only_some_ranks_make_under_fsdp_are_refused(
     lab: Lab, copied: str, last: str
 ) -> None:
-    """Their parts would be of different steps: before the next step, or at the end."""
+    """Their parts would be of different steps: in the next backward pass."""
     average = "import copy\naverage = copy.deepcopy(model)"
     begin = MAKE + PREPARE.format(size=16).replace(TRAIN, average)
     loop = KEPT.replace("KEPT", copied).replace("LAST", last)
@@ -659,3 +659,10 @@ if best[0] < best[1]:
 """
     run = lab.train("fsdp", EVEN + copied, live=False)
     assert "different numbers of copies" in run.mismatches[-1]
+
+
+def test_a_rank_that_fails_after_its_loop_has_loaded_nothing_else(lab: Lab) -> None:
+    code = EVEN + "\nmodel.load_state_dict(model.state_dict())\n"
+    with pytest.raises(RankError, match="on purpose"):
+        lab.train("ddp", code + "if rank: raise ValueError('on purpose')", live=False)
+    assert lab.runs[-1].mismatches == []

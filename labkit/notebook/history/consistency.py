@@ -198,9 +198,10 @@ def seed_mismatches(
 
 
 def state_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
-    """States that ranks have loaded, or copies that they have made, of other steps."""
-    loaded = {note.loaded for note in notes.values()}
-    copies = {note.num_copies for note in notes.values()}
+    """States that ranks have loaded, or copies that they have made, of other steps.
+    Those whose loop has not ended well have not come as far."""
+    loaded = {note.loaded for note in notes.values()} - {None}
+    copies = {note.num_copies for note in notes.values()} - {None}
     found = {LOADED_OTHERS: len(loaded) > 1, COPIED_OTHERS: len(copies) > 1}
     return [text for text, is_so in found.items() if is_so]
 

@@ -37,7 +37,8 @@ class ReplicaWatch:
         """Ranks of the same group hold replicas of each other."""
         self.place: int | None = None
         """Ranks of the same one have the same samples; None where no two have."""
-        self.loaded = self.num_copies = 0
+        self.loaded: int | None = None
+        self.num_copies: int | None = None
         """As in `ReplicaNotes`."""
         self.is_dealt = False
         """Whether the loop takes batches from the loader that `prepare` returned; one
