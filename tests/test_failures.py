@@ -425,6 +425,44 @@ def test_an_interrupt_ends_the_cell_and_keeps_state(
     assert_all_is_well(lab)
 
 
+# A signal that comes when the loop has taken the cell's next step from its queue, and
+# has not begun it.
+IN_THE_LOOP = """
+import asyncio, signal
+class Step(int):
+    _cancelled = property(signal.raise_signal)  # what the loop looks at first
+def replace():
+    step, queue[0] = queue[0], Step(signal.SIGINT)
+    queue[0]._run = step._run
+loop = asyncio.get_running_loop()
+queue = loop._ready
+loop.call_soon(replace)
+await asyncio.sleep(0)
+await asyncio.sleep(60)
+"""
+IN_A_TASK = """
+import asyncio
+async def spin():
+    while True: pass
+task = asyncio.create_task(spin())
+print('here')
+await asyncio.sleep(60)
+"""
+
+
+def test_an_interrupt_within_the_event_loop_costs_no_step(lab: Lab) -> None:
+    with pytest.raises(RankError, match="stopped at line 11"):
+        lab.run(IN_THE_LOOP, ranks=0, timeout=30)
+    assert_all_is_well(lab)
+
+
+def test_an_interrupt_ends_a_task_that_never_awaits(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_cell(lab, IN_A_TASK, monkeypatch)
+    assert_all_is_well(lab)
+
+
 @pytest.mark.parametrize(
     "how",
     ["signal(signal.SIGINT, signal.SIG_IGN)", "pthread_sigmask(signal.SIG_BLOCK, [2])"],

@@ -653,7 +653,8 @@ def test_activation_checkpointing_takes_blocks_that_count_and_draw(
     train(lab, "single", KEEPING)
     expected = lab.pull("found")
     train(lab, strategy, KEEPING, activation_checkpointing=True)
-    torch.testing.assert_close(lab.pull("found"), expected)
+    # Five large steps amplify rounding, on some processors more than on others.
+    torch.testing.assert_close(lab.pull("found"), expected, rtol=1e-4, atol=1e-4)
     assert lab.pull("calls") == [6, 6, 6]
 
 

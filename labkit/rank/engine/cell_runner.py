@@ -22,7 +22,6 @@ from labkit.checks import steps_to_profile
 from labkit.compat.c10d import is_batch_cut
 from labkit.compat.ipython import answer_in_short
 from labkit.compat.ipython import cell_numbers
-from labkit.compat.ipython import no_running_loop
 from labkit.compat.ipython import refuse_cells
 from labkit.compat.ipython import refuse_extension
 from labkit.compat.torch import ThreadSettings
@@ -155,8 +154,8 @@ class CellRunner:
     def _adapt_shell(self) -> None:
         """Have IPython's shell run cells as ranks need it."""
         shell = self.shell
-        self._loop = asyncio.new_event_loop()
-        shell.loop_runner = self._run_coroutine
+        loop = asyncio.new_event_loop()
+        shell.loop_runner = functools.partial(self._interrupts.run_coroutine, loop)
         self._compile_cell = shell.compile.cache
         shell.compile.cache = self._number_as_in_notebook
         # A record of every message, most of them for no handler.
@@ -523,19 +522,6 @@ class CellRunner:
             return function
         rank = self.placement.rank
         return functools.partial(function, rank, self.shell.user_ns["world_size"])
-
-    def _run_coroutine(self, coroutine: Any) -> Any:
-        """Run a cell that awaits to its end, as if it were plain code.
-
-        On a loop of our own: an interrupt reaches a cell that awaits like any other.
-        """
-        task = self._loop.create_task(coroutine)
-        with no_running_loop():
-            while True:
-                try:
-                    return self._loop.run_until_complete(task)
-                except KeyboardInterrupt:
-                    task.cancel()
 
     def _publish(self, name: str, value: Any) -> None:
         self.shell.data_pub.publish_data(message(name, value))

@@ -1,17 +1,25 @@
 """Stops a running cell: between two of its instructions, or out of a collective."""
 
+import asyncio
+import functools
+import selectors
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Coroutine
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from labkit import timeouts
+from labkit.compat.ipython import no_running_loop
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.scripts.program import ScriptProgram
 from labkit.rank.steps.stop_point import Stopped
+
+_OF_LOOPS = (str(Path(asyncio.__file__).parent), selectors.__file__)
 
 
 class Phase(Enum):
@@ -48,6 +56,8 @@ class CellInterrupts:
         """Set once Python code has run since the last signal."""
         self._signalled_at = 0.0
         self._stopping_since = 0.0
+        self._cancel: Callable[[], object] = lambda: None
+        """Ends what a cell awaits."""
         self._sigterm_when_idle = signal.getsignal(signal.SIGTERM)
         self._show_unraisable = sys.unraisablehook
         sys.unraisablehook = self._on_unraisable
@@ -92,6 +102,24 @@ class CellInterrupts:
         """Nothing of the cell is left that might wait for other ranks."""
         self._enter(Phase.IDLE)
 
+    def run_coroutine(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]
+    ) -> Any:
+        """Run a cell that awaits to its end, as if it were plain code.
+
+        On a loop of our own: an interrupt reaches a cell that awaits like any other.
+        """
+        task = loop.create_task(coroutine)
+        self._cancel = functools.partial(loop.call_soon_threadsafe, task.cancel)
+        with no_running_loop():
+            while True:
+                try:
+                    return loop.run_until_complete(task)
+                except KeyboardInterrupt:  # in another task of the cell's
+                    if task.done():
+                        raise
+                    task.cancel()
+
     def _enter(self, phase: Phase) -> None:
         with self._lock:
             self._phase = phase
@@ -103,7 +131,8 @@ class CellInterrupts:
             self._seen.set()
         if not self.is_running:
             return
-        is_in_cell = is_script = False
+        is_in_cell = is_script = awaits = is_in_ipython = False
+        innermost = frame
         is_patient = time.monotonic() - self._stopping_since < timeouts.IMPORT_S
         while frame is not None:
             # A cell that has raised already is not to raise again while it is shown.
@@ -120,8 +149,17 @@ class CellInterrupts:
             if (in_import or puts_back) and is_patient:
                 self._signalled_at = 0.0
                 return
-            is_in_cell |= frame.f_code.co_name in ("run_code", "_run_coroutine")
+            is_in_cell |= frame.f_code.co_name == "run_code"
+            is_in_ipython |= frame.f_code.co_name == "run_cell_async"
+            awaits |= frame.f_code is CellInterrupts.run_coroutine.__code__
             frame = frame.f_back
+        if awaits and not is_in_ipython:
+            is_in_loop = innermost.f_code.co_filename.startswith(_OF_LOOPS)
+            if is_in_loop and refusal is None:
+                # What is raised in the loop itself may cost it a step of the task.
+                self._cancel()
+                return
+            is_in_cell = True  # in another task of the cell's
         if is_in_cell:  # and not in what IPython does before and after it
             raise refusal or Stopped
 
