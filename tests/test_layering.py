@@ -22,6 +22,7 @@ GROUND_FLOOR = {
         "answers",
         "call_by_name",
         "checks",
+        "control_groups",
         "data",
         "json_files",
         "key_server",

@@ -1,6 +1,7 @@
 """The GPUs and cores of this host, without a CUDA context in this process."""
 
 import ctypes
+import math
 import os
 import runpy
 import subprocess
@@ -9,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 from labkit.checks import UserError
+from labkit.control_groups import cpu_limit
 
 ASK_DRIVER = """
 import ctypes
@@ -71,7 +73,9 @@ def has_driver(cuda: str | None, hip: str | None) -> bool:
 
 
 def num_cores() -> int:
-    """The cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # on macOS
+    """The cores whose time this process may use: a container's may be fewer than those
+    that it runs on."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1  # on macOS
+    limit = cpu_limit() or math.inf
+    return math.ceil(min(len(os.sched_getaffinity(0)), limit))

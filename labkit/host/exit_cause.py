@@ -13,13 +13,14 @@ from pathlib import Path
 import psutil
 
 from labkit import timeouts
+from labkit.control_groups import count_oom_kills
+from labkit.control_groups import memory_limit
+from labkit.control_groups import read_oom_kills
 from labkit.records import DUMP_SIGNAL
 from labkit.records import format_bytes
 
 _STOPPED = "received signal 15, stopping"
 """What ipyparallel's engine says of a SIGTERM."""
-_NO_LIMIT = 2**60
-"""Control groups without a limit report a number near 2**63, or "max"."""
 
 _LIKELY_CAUSES = {
     "SIGSEGV": "a crash in native code",
@@ -246,58 +247,3 @@ def abort_text(log: str) -> str:
     said = "terminate called" if is_cut else said
     is_known = is_cut or "gloo::EnforceNotMet" in said
     return f"{said}; {OTHER_COLLECTIVES}" if is_known else said
-
-
-# ---- the kernel's out-of-memory killer (Linux) ----
-
-
-def count_oom_kills(pid: int) -> dict[str, int]:
-    """Kills by the kernel's out-of-memory killer so far: file -> its count.
-
-    Of the process's control group, else of the whole host; {} where neither has one.
-    """
-    for folder, file in _cgroup_folders(pid):
-        name = "memory.events" if file == "memory.max" else "memory.oom_control"
-        if counts := read_oom_kills([str(folder / name)]):
-            return counts
-    return read_oom_kills(["/proc/vmstat"])
-
-
-def read_oom_kills(paths: Iterable[str]) -> dict[str, int]:
-    """The counts that these files hold now; without those that cannot be read."""
-    counts = {}
-    for path in paths:
-        with contextlib.suppress(OSError):
-            for line in Path(path).read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    counts[path] = int(line.split()[1])
-    return counts
-
-
-def memory_limit(pid: int) -> int | None:
-    """What the process's control group may have, in bytes; None without a limit."""
-    for folder, file in _cgroup_folders(pid):
-        with contextlib.suppress(OSError, ValueError):
-            limit = int((folder / file).read_text())
-            return limit if limit < _NO_LIMIT else None
-    return None
-
-
-def _cgroup_folders(pid: int) -> list[tuple[Path, str]]:
-    """Where the process's control group reports memory, and the file of its limit.
-
-    In a container the group's own folder may be mounted in place of the root.
-    """
-    folders = []
-    root = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                top, file = root, "memory.max"
-            elif "memory" in controllers.split(","):
-                top, file = root / "memory", "memory.limit_in_bytes"
-            else:
-                continue
-            folders += [(top / path.lstrip("/"), file), (top, file)]
-    return folders

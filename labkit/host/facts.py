@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from labkit.checks import UserError
+from labkit.control_groups import memory_total
 from labkit.host.devices import count_gpus
 from labkit.host.devices import num_cores
 
@@ -103,7 +104,7 @@ def read_facts(towards: str, interface: str | None, device: str) -> HostFacts:
         versions=versions(),
         num_gpus=0 if device == "cpu" else count_gpus(),
         num_cores=num_cores(),
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=memory_total(),
         address=address,
         interface=interface_of(address),
         folder=_writable_folder(),

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
+from labkit.control_groups import memory_limit
 from labkit.host.devices import num_cores
-from labkit.host.exit_cause import memory_limit
 from labkit.records import format_bytes
 from labkit.selftest import seen_by_torch
 
@@ -118,7 +118,7 @@ def read_machine() -> Machine:
         versions=dict(_versions()),
         cores=num_cores(),
         memory=psutil.virtual_memory().total,
-        memory_limit=memory_limit(os.getpid()),
+        memory_limit=memory_limit(),
         shm=shutil.disk_usage(shm).total if shm.is_dir() else None,
         open_files=None if soft == resource.RLIM_INFINITY else soft,
         environment={

@@ -9,14 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import psutil
-
 from labkit import timeouts
 from labkit.checks import check_choice
 from labkit.checks import check_count
 from labkit.checks import is_int
 from labkit.checks import is_number
 from labkit.checks import short_repr
+from labkit.control_groups import memory_total
 from labkit.host.devices import count_gpus
 from labkit.host.devices import num_cores
 from labkit.host.facts import address_of
@@ -225,7 +224,7 @@ def place_ranks(
     cannot be.
     """
     check_values(options)
-    check_memory(options.num_ranks or 0, psutil.virtual_memory().total)
+    check_memory(options.num_ranks or 0, memory_total())
     return _place_on_host(options, num_gpus, num_cores())
 
 

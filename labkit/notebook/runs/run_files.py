@@ -14,13 +14,13 @@ from typing import Any
 from typing import BinaryIO
 
 import numpy as np
-import psutil
 
 from labkit.checks import check_metric
 from labkit.checks import is_int
 from labkit.checks import is_number
 from labkit.checks import is_run_name
 from labkit.checks import short_repr
+from labkit.control_groups import memory_available
 from labkit.json_files import MAX_JSON_BYTES
 from labkit.json_files import read_json
 from labkit.notebook.history.collector import Collector
@@ -377,7 +377,7 @@ def _read_blocks(path: Path, file: BinaryIO, begin: int) -> list[np.ndarray]:
 def check_room(path: Path, num_records: int) -> None:
     """ValueError unless memory has room for so many records, and the tables of them."""
     needed = 4 * num_records * RECORD.itemsize
-    free = psutil.virtual_memory().available
+    free = memory_available()
     if needed > free:
         raise ValueError(
             f"{path} has {num_records:,} records, which take {format_bytes(needed)} "

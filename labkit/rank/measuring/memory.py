@@ -11,6 +11,8 @@ from typing import ClassVar
 import psutil
 import torch
 
+from labkit import control_groups
+
 _read_peak: Any = torch.cuda.max_memory_allocated
 _reset_peak: Any = torch.cuda.reset_peak_memory_stats
 
@@ -58,7 +60,7 @@ def memory_total(device: torch.device) -> int:
     """Bytes that `device` has in all."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return psutil.virtual_memory().total
+    return control_groups.memory_total()
 
 
 class PeakOfStep:

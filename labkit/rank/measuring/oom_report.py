@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
 from labkit import timeouts
 from labkit.compat.torch import tree_leaves
+from labkit.control_groups import memory_available
 from labkit.estimate import forecast
 from labkit.estimate.trace import fake_copy
 from labkit.rank.measuring.memory import memory_reader
@@ -134,7 +134,7 @@ def rows_of_device(device: torch.device, states: float) -> Sequence[Row]:
     free: float
     total = memory_total(device)
     if device.type != "cuda":
-        free = psutil.virtual_memory().available
+        free = memory_available()
         return [
             ("this process in total", memory_reader(device)()),
             (f"free in the machine, of {format_bytes(total)}", free),
