@@ -22,7 +22,8 @@ pytestmark = [
 LIMIT_BYTES = 300 * 2**20
 WITHIN = """
 import json
-from labkit.control_groups import cpu_limit, memory_available, memory_limit, memory_total
+from labkit.control_groups import cpu_limit, memory_limit
+from labkit.control_groups import memory_available, memory_total
 from labkit.host.devices import num_cores
 before = memory_available()
 used = bytearray(100 * 2**20)
