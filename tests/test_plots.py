@@ -7,8 +7,10 @@ from itertools import pairwise
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from PIL import Image
 
@@ -24,6 +26,7 @@ from labkit.notebook.plots.run_plot import RunPlot
 from labkit.notebook.plots.step_memory import draw_components
 from labkit.notebook.plots.step_memory import draw_moments
 from labkit.notebook.plots.style import RANK_COLOURS
+from labkit.notebook.plots.style import WARNING_INK
 from labkit.notebook.plots.style import ink_on
 from labkit.notebook.plots.style import style_of
 from labkit.notebook.runs.progress import remarks
@@ -622,6 +625,34 @@ def test_the_png_is_small_and_valid() -> None:
         assert image.format == "PNG"
         assert image.size == (900, 330)
         assert len(image.convert("RGB").getcolors() or []) > 8, "it is not blank"
+
+
+def test_a_live_picture_has_the_colours_of_what_was_not_in_its_first_one() -> None:
+    collector = Collector([0, 1])
+    plot = RunPlot(collector)
+    plot.update("run-1")
+    plot.png()
+    plot.update("run-1", remarks=["rank 1 is slowest: takes 40% longer than rank 0"])
+    ink = tuple(round(255 * each) for each in to_rgba(WARNING_INK)[:3])
+    with Image.open(io.BytesIO(plot.png())) as image:
+        found = image.convert("RGB").getcolors() or []
+    assert ink in {colour for _, colour in found}
+
+
+def test_areas_have_their_own_colours_in_the_png() -> None:
+    figure = RunFigure(figsize=(9, 3))
+    pale = [(*to_rgba(colour)[:3], 0.4) for colour in PART_COLOURS.values()]
+    colours = [*PART_COLOURS.values(), *pale]
+    for place, colour in enumerate(colours):
+        patch = Rectangle((place / len(colours), 0), 1 / len(colours), 1, color=colour)
+        figure.add_artist(patch)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    drawn = np.asarray(canvas.buffer_rgba())[150]
+    with Image.open(io.BytesIO(to_png(figure))) as image:
+        shown = np.asarray(image.convert("RGB"))[150]
+    middles = [int(900 * (place + 0.5) / len(colours)) for place in range(len(colours))]
+    assert shown[middles].tolist() == drawn[middles, :3].tolist()
 
 
 def test_a_picture_is_told_in_words() -> None:

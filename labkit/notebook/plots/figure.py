@@ -7,14 +7,23 @@ from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from PIL import Image
 
+from labkit.notebook.plots.style import INK
+from labkit.notebook.plots.style import RANK_COLOURS
+from labkit.notebook.plots.style import WARNING_INK
 from labkit.records import shorten
 
 MAX_ALT = 500
 """Characters: a screen reader reads all of them."""
+ALWAYS = ("white", INK, WARNING_INK, *RANK_COLOURS)
+"""Colours of every palette: a live picture keeps its own while lines and remarks that
+were not there before are drawn."""
+NUM_COMMON = 24
+"""How many of a picture's most frequent colours are kept as they are: its areas."""
 
 
 class RunFigure(Figure):
@@ -73,7 +82,7 @@ def _names(legend: Legend) -> Iterator[str]:
 
 
 class Palette:
-    """The 64 colours that suit a picture best; encodes it and others like it.
+    """Some 100 colours that suit a picture; encodes it and others like it.
 
     To find them costs more than all the rest of encoding. A PNG with a palette has
     half the size of a full one.
@@ -81,16 +90,27 @@ class Palette:
 
     def __init__(self, pixels: np.ndarray) -> None:
         """`pixels`: (height, width, 4), 8 bits a channel."""
+        # Of areas every fourth pixel tells as much as all.
+        some = np.ascontiguousarray(pixels[::2, ::2]).view("<u4")
+        values, counts = np.unique(some, return_counts=True)
+        common = values[counts.argsort()[::-1][:NUM_COMMON]]
+        areas = common.view(np.uint8).reshape(-1, 4)[:, :3]
+        always = np.array([to_rgb(each) for each in ALWAYS]) * 255
+        kept = np.concatenate([areas, always]).round().astype(np.int32)
+        # By itself the octree merges pale areas with others that are like them.
         image = Image.fromarray(pixels).convert("RGB")
-        found = image.quantize(
+        octree = image.quantize(
             64, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
         )
-        self._colours = found.getpalette() or []
-        colours = np.array(self._colours, dtype=np.int32).reshape(-1, 3)
+        rest = np.array(octree.getpalette() or [], dtype=np.int32).reshape(-1, 3)
+        colours = np.concatenate([kept, rest])
+        self._colours = colours.ravel().tolist()
         # The nearest colour to each of 4096: four bits a channel are enough to tell.
         cube = np.indices((16, 16, 16)).reshape(3, -1, 1) * 17
         distances = ((cube - colours.T[:, None, :]) ** 2).sum(axis=0)
         self._nearest = distances.argmin(axis=1).astype(np.uint8)
+        for place, (red, green, blue) in reversed([*enumerate(kept // 16)]):
+            self._nearest[red << 8 | green << 4 | blue] = place
 
     def encode(self, pixels: np.ndarray) -> bytes:
         """`pixels`, (height, width, 4), as a PNG."""
