@@ -74,7 +74,7 @@ def remarks(run: RunRecord) -> list[str]:
         others = [other for other in run.collector.ranks if other != rank]
         whom = "the median" if len(others) > 1 else format_ranks(others)
         much = (
-            f"{100 * lag:.0f}% behind {whom}"
+            f"takes {lag:.0%} longer than {whom}"
             if lag < 1
             else f"takes {1 + lag:.3g} times as long as {whom}"
         )
