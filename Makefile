@@ -40,7 +40,7 @@ help:
 	@echo "make pictures                              film a run for the README"
 	@echo "make conformance                           regenerate docs/conformance.md"
 	@echo "make bench [ARGS=--write]                  beside the peers, 11 minutes"
-	@echo "make bench-quick                           the same in short, 2 or 3 minutes"
+	@echo "make bench-quick                           a shorter one, 2 to 3 minutes"
 	@echo "make clean                                 remove .venv* and test-artifacts"
 
 .venv/installed: pyproject.toml constraints.txt
