@@ -149,9 +149,7 @@ class HangDetector:
         dead = deadlocks(stacks.positions)
         if dead and dead == self._dead:
             lines = "\n".join(stacks.lines(self._in_cell))
-            raise UserError(
-                f"ranks wait for each other: {'; '.join(dead)}\n{lines}\n{DEADLOCK}"
-            )
+            raise UserError(f"ranks wait for each other:\n{lines}\n{DEADLOCK}")
         self._dead = dead
         if quiet_s >= self._after_s:
             self._note(stacks, quiet_s)
