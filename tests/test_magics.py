@@ -203,6 +203,14 @@ def test_a_cell_without_a_magic_runs_in_the_notebook(kernel: Kernel) -> None:
     assert kernel.run(f"{library}exec('rank', made.__dict__)").stderr == ""
 
 
+def test_a_name_of_the_ranks_is_explained_before_their_first_cell(
+    kernel: Kernel,
+) -> None:
+    kernel.run("%dist_restart --all")
+    assert "the ranks have rank" in kernel.run("print(rank)").stderr
+    assert "prepare belongs to a training cell" in kernel.run("prepare()").stderr
+
+
 def test_push_and_pull_by_name(kernel: Kernel) -> None:
     kernel.run("rate = 0.25\ndef double(x):\n    return 2 * x")
     assert kernel.run("%dist_push rate double").status == "ok"

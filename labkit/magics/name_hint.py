@@ -27,7 +27,10 @@ def hint_at_ranks(result: Any) -> None:
     if type(error) is not NameError or not _is_of_notebook(error.__traceback__):
         return
     lab = running_lab()
-    if error.name and lab is not None and lab.has_variable(error.name):
+    if not error.name or lab is None:
+        return
+    # Ranks have their names from their first cell on; they are asked for before, too.
+    if error.name in (*OF_RANKS, *TRAINING_NAMES) or lab.has_variable(error.name):
         say(hint_of(error.name))
 
 
