@@ -54,7 +54,9 @@ help:
 
 lab: .venv/installed
 	@echo "Starting JupyterLab; open the URL with the token that it prints."
-	$(BIN)/jupyter lab $(ROOT) $(if $(PORT),--port=$(PORT)) $(ARGS) notebooks
+	@# From here, for the notebooks link to docs/.
+	$(BIN)/jupyter lab $(ROOT) $(if $(PORT),--port=$(PORT)) \
+	  --LabApp.default_url=/lab/tree/notebooks $(ARGS) .
 
 # A test that fails runs again, as with CPython's `--rerun`, and at most twice: one that
 # passes then is listed with its failures, as a race to fix, and does not fail the build.

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from importlib import metadata
@@ -220,6 +221,17 @@ def test_every_link_leads_somewhere(name: str) -> None:
     relative = [each for each in links if not re.match(r"[a-z]+:|#|//", each)]
     paths = [page.parent / each.split("#")[0] for each in relative]
     assert [path for path in paths if not path.exists()] == []
+
+
+def test_make_lab_serves_all_that_the_notebooks_link_to() -> None:
+    """JupyterLab has nothing from outside of the folder that it serves."""
+    recipe = ["make", "--dry-run", "--old-file=.venv/installed", "lab"]
+    done = subprocess.run(recipe, cwd=ROOT, capture_output=True, text=True, check=True)
+    served = (ROOT / done.stdout.split()[-1]).resolve()
+    for page in [*(ROOT / "notebooks").glob("*.ipynb"), ROOT / "notebooks/README.md"]:
+        for link, _ in LINK.findall(page.read_text()):
+            path = (page.parent / link.split("#")[0]).resolve()
+            assert "://" in link or path.is_relative_to(served), f"{page.name}: {link}"
 
 
 @pytest.mark.parametrize("folder", ["labkit", "tests", "notebooks"])
