@@ -135,7 +135,7 @@ class TrainOptions:
     )
     config: Mapping[str, Any] = option(
         dict,
-        "a dict of the notebook, for the strategy in its own words: DeepSpeed's "
+        "a dict of the notebook with settings of the strategy's own: DeepSpeed's "
         "configuration, arguments of fully_shard or of DistributedDataParallel, the "
         "plan of tensor or the cuts of pipeline",
         check_config,

@@ -77,8 +77,8 @@ class RunOptions(TrainOptions):
     )
     elastic: bool = option(
         False,
-        "when a rank dies, restart it and continue from the last checkpoint; goes with "
-        "a checkpoint folder, and the cell has to make or import all that it uses",
+        "when a rank dies, restart it and continue from the last checkpoint; needs a "
+        "checkpoint folder, and the cell has to make or import all that it uses",
     )
     timeout: float | None = option(
         None, "stop the cell after this many seconds", check_timeout, metavar="SECONDS"
