@@ -16,6 +16,7 @@ from labkit.records import Draw
 from labkit.records import Measurement
 from labkit.records import Note
 from labkit.records import Outcome
+from labkit.records import Question
 from labkit.records import ReplicaNotes
 
 MAX_SEQUENCE = 2**48
@@ -44,6 +45,9 @@ def is_message(value: Any, rank: int) -> bool:
                 return True
             case ("report", Note(text)):
                 return isinstance(text, str)
+            case ("question", Question() as question):
+                parse(Question, vars(question))
+                return True
             case ("failing", status):
                 return isinstance(status, str)
             case ("outcome", Outcome() as outcome):

@@ -194,6 +194,8 @@ class CellSpec:
     """The notebook's working directory; None where it has gone."""
     number: int = 0
     """Of its execution on the ranks: an interrupt that comes late stops no other."""
+    can_type: bool = False
+    """Whether the user can answer what ranks ask."""
 
 
 @dataclass(frozen=True)
@@ -484,6 +486,23 @@ class Note:
     differ from that of one process, or where labkit did not do what the cell says."""
 
     text: str
+
+
+LINE, SECRET = "line", "secret"
+COMMAND, LAST_COMMAND = COMMANDS = "command", "last command"
+"""A debugger's: at a breakpoint, or where the cell has failed on that rank."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a rank asks the user, and waits for: a line that is typed."""
+
+    number: int
+    """Of the rank's questions, so that it takes no answer to another."""
+    text: str
+    """What stands before what is typed."""
+    kind: str = LINE
+    """`LINE`, `SECRET`, which is not shown, or one of `COMMANDS`."""
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,8 @@ END_RUN_S = 4.0
 
 EMPTY_AFTER_S = 3.0
 """A run that has taken no step by then shows a picture without curves: it runs."""
+CATCH_UP_S = 2.0
+"""The picture of now is shown before the user is asked something."""
 LAST_PICTURE_S = 10.0
 """The render process draws the last picture of a run; then the kernel does."""
 

@@ -75,8 +75,10 @@ class Kernel:
         code: str,
         timeout: float = 60,
         on_message: Callable[[dict[str, Any]], None] = lambda message: None,
+        on_input: Callable[[str], str] | None = None,
     ) -> Reply:
-        """Run a cell and gather what it gave; `on_message` sees each iopub message."""
+        """Run a cell and gather what it gave; `on_message` sees each iopub message,
+        `on_input` what the cell asks, and gives what is typed."""
         reply = Reply("")
 
         def take(message: dict[str, Any]) -> None:
@@ -96,8 +98,16 @@ class Kernel:
                 reply.error = content
             on_message(message)
 
+        def type_in(message: dict[str, Any]) -> None:
+            assert on_input is not None
+            self.client.input(on_input(message["content"]["prompt"]))
+
         answer = self.client.execute_interactive(
-            code, timeout=timeout, output_hook=take, allow_stdin=False
+            code,
+            timeout=timeout,
+            output_hook=take,
+            allow_stdin=on_input is not None,
+            stdin_hook=type_in,
         )
         reply.status = answer["content"]["status"]
         self.last_request = answer["parent_header"]["msg_id"]

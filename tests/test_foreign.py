@@ -312,9 +312,9 @@ HINTS = {
     "torch.ones(1).cuda()": "device is cpu; write `device`",
     "torch.nn.parallel.DistributedDataParallel(\n"
     "    torch.nn.Linear(1, 1), device_ids=[rank])": "Leave out torch.cuda.set_device",
-    "import pdb\npdb.set_trace()\npass": "nobody can type on a rank",
-    "input('how many? ')": "nobody can type on a rank",
-    "dist.breakpoint()": "nobody can type on a rank",
+    "import pdb\npdb.set_trace()\npass": "nobody can type here",
+    "input('how many? ')": "nobody can type here",
+    "dist.breakpoint()": "nobody can type here",
     "%%dist_train ddp\n1": "labkit's magics run in the notebook",
     "%load_ext labkit\n%dist_status": "labkit's magics run in the notebook",
     "%dist_push x": "labkit's magics run in the notebook",

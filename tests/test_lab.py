@@ -25,11 +25,11 @@ from labkit.host import watchdog
 from labkit.notebook.cluster import engines
 from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.notebook.kernel.output import OutputMerger
-from labkit.rank.engine.console import BURST
-from labkit.rank.engine.console import MAX_FLUSHES
-from labkit.rank.engine.console import WRITE_COST
-from labkit.rank.engine.console import Pace
-from labkit.rank.engine.console import flush_what_was_written
+from labkit.rank.terminal.console import BURST
+from labkit.rank.terminal.console import MAX_FLUSHES
+from labkit.rank.terminal.console import WRITE_COST
+from labkit.rank.terminal.console import Pace
+from labkit.rank.terminal.console import flush_what_was_written
 from labkit.rank_spec import parse_ranks
 
 Captured = pytest.CaptureFixture[str]
@@ -462,7 +462,7 @@ def test_a_rank_that_prints_more_than_is_shown_waits(
         clock.now += seconds
 
     monkeypatch.setattr(
-        "labkit.rank.engine.console.time",
+        "labkit.rank.terminal.console.time",
         SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep),
     )
     stream = io.StringIO()

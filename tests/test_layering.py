@@ -80,7 +80,7 @@ ROOMS = [
     [
         *("rank", "rank.telemetry", "rank.measuring", "rank.group", "rank.data"),
         *("rank.loss", "rank.loop", "rank.steps", "rank.training", "rank.profiling"),
-        *("rank.scripts", "rank.engine"),
+        *("rank.scripts", "rank.terminal", "rank.engine"),
     ],
     [
         *("strategies.mesh", "strategies.autograd", "strategies.model"),

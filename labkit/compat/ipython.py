@@ -132,6 +132,16 @@ def stderr_fd() -> int:
     return 2 if found is None else found
 
 
+@KERNEL_GATE.needs("ipykernel.kernelbase:Kernel._allow_stdin")
+def allows_input() -> bool | None:
+    """Whether this kernel's front end lets the running cell ask the user; None outside
+    a kernel."""
+    from IPython import get_ipython
+
+    kernel = getattr(get_ipython(), "kernel", None)
+    return None if kernel is None else bool(kernel._allow_stdin)
+
+
 @contextlib.contextmanager
 def no_running_loop() -> Iterator[None]:
     """In this block asyncio lets another loop run within the kernel's.

@@ -142,13 +142,17 @@ def parse(magic: Any, line: str) -> argparse.Namespace:
             for word in action.option_strings
         }
         own, rest = words_of(parser, line)
+        read = (
+            parser.parse_intermixed_args
+        )  # options before a name that may be left out
         if (remainder := rest_of(parser)) is not None:
             remainder.required = False  # it may be empty
+            read = parser.parse_args
         typed = [each.split("=")[0] for each in own]
         given = [names[word] for word in typed if word in names]
         if twice := [option for option in given if given.count(option) > 1]:
             raise ValueError(f"{twice[0]} is given twice")
-        args: argparse.Namespace = parser.parse_args(own)
+        args: argparse.Namespace = read(own)
         if remainder is not None:
             args.arguments = rest
         return args

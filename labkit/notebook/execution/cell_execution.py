@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from labkit.notebook.cluster.reach import Engines
 from labkit.notebook.cluster.reach import RankDiedError
 from labkit.notebook.diagnostics.hang_detector import HangDetector
 from labkit.notebook.execution.stop_policy import StopPolicy
+from labkit.notebook.kernel.keyboard import Keyboard
+from labkit.notebook.kernel.keyboard import can_type
 from labkit.notebook.kernel.output import OutputMerger
 from labkit.notebook.kernel.output import late_output
 from labkit.notebook.kernel.output import say
@@ -49,6 +52,9 @@ class CellListener:
 
     def before_output(self) -> None:
         """Something is about to be printed."""
+
+    def before_question(self) -> None:
+        """The user is about to be asked something, and nothing is shown meanwhile."""
 
 
 class Tally:
@@ -156,6 +162,7 @@ class CellExecution:
         )
         # Another queue: what comes late is of the cell before.
         self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        self._keyboard = Keyboard(self._ranks, self._answer)
         self._held: list[Future[Any]] | None = None
         """The steps that the ranks say they have taken, while they are to end alike."""
         self.stop_policy.start_over()
@@ -173,12 +180,15 @@ class CellExecution:
         if timeout_s is not None and policy.deadline is None:
             policy.deadline = time.monotonic() + timeout_s
         with self.noting_interrupts():
+            self._spec["can_type"] = can_type()
             for rank in self._ranks:
                 self._send(rank)
             while running:
                 try:
                     self._take_events()
                     self._output.write_ready()
+                    if not policy.is_stopping:
+                        self._let_ask(running)
                     self._listener.tick()
                     if not policy.is_stopping:
                         self._watch.tick(running)
@@ -298,6 +308,9 @@ class CellExecution:
             for rank in running:
                 self._cluster.ask(rank, "stop_after", num_steps=max(steps) + 1)
 
+    def _answer(self, rank: int, number: int, line: str) -> None:
+        self._cluster.ask(rank, "type", number=number, line=line)
+
     def _ask_to_stop(self, rank: int) -> None:
         def hear(answer: "Future[Any]") -> None:
             self.stop_policy.answered(rank)
@@ -332,6 +345,8 @@ class CellExecution:
                 self._listener.take_report(rank, content)
             elif kind == "error":
                 self._tally.add_traceback(rank, content.get("traceback", []))
+            elif kind == "question":
+                self._keyboard.take(rank, content)
             elif kind == "failing":
                 self._tally.fail(rank)
                 self._free_others(content)
@@ -341,6 +356,20 @@ class CellExecution:
                 self._take_reply(rank, content)
             else:
                 self._output.add_message(rank, kind, content)
+
+    def _let_ask(self, running: Collection[int]) -> None:
+        """Have the user answer what ranks ask; that takes none of the cell's time."""
+        if self.should_end or not self._keyboard.is_due(running):
+            return
+        began = time.monotonic()
+        self._output.finish()
+        self._listener.before_question()
+        if not self._keyboard.ask():
+            self.had_sigint = True
+            self.interrupt()
+        if self.stop_policy.deadline is not None:
+            self.stop_policy.deadline += time.monotonic() - began
+        self._watch.saw_life()
 
     def _take_reply(self, rank: int, reply: Any) -> None:
         if self._cluster.was_aborted(reply):

@@ -115,6 +115,11 @@ class RunListener(CellListener):
             self._view.tick()
         self._watch.tick()
 
+    def before_question(self) -> None:
+        if self._view:
+            self._view.catch_up()
+        self.before_output()
+
     def before_output(self) -> None:
         self._watch.before_output()
         if self._view:

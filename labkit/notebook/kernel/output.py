@@ -170,12 +170,13 @@ class OutputMerger:
             self._write_all()
 
     def finish(self) -> None:
-        """Write everything: no more will come."""
+        """Write everything: no more will come, or the user is asked something."""
         for rank in self._queues:
             self._end_partial_lines(rank)
         self.write_ready()
         self._write_all()
         self._end_open_line()
+        self._label = ""  # what is asked now stands between
 
     # ---- taking ----
 
@@ -234,7 +235,9 @@ class OutputMerger:
     def _append_text(self, rank: int, stream: str, text: str) -> None:
         alike = text
         pid, pattern = self._own_pid.get(rank, ("", None))
-        if stream == "stderr" and pattern is not None and pid in text:
+        # Warnings have it, and where a debugger stands.
+        may_differ = stream == "stderr" or text.startswith("> ")
+        if may_differ and pattern is not None and pid in text:
             alike = pattern.sub(r"\1(pid)", text)
         self._append(rank, Item(stream, text, alike))
 

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -81,6 +82,15 @@ class LiveView:
                 self._try(self._take_picture)
         elif time.monotonic() >= self._next_draw:
             self._try(self._refresh)
+
+    def catch_up(self) -> None:
+        """Show all that is there now: while the user types, nothing is drawn."""
+        for _ in range(2):  # what is being drawn may lack the last records
+            self._next_draw = 0.0
+            self.tick()
+            if self._picture is not None:
+                wait([self._picture], timeouts.CATCH_UP_S)
+                self.tick()
 
     def close(self) -> None:
         """Show the last state, also where a picture before could not be drawn."""

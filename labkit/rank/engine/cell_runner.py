@@ -26,7 +26,6 @@ from labkit.compat.ipython import refuse_cells
 from labkit.compat.ipython import refuse_extension
 from labkit.compat.torch import ThreadSettings
 from labkit.messages import message
-from labkit.rank.engine.console import Console
 from labkit.rank.engine.hints import NO_MAGICS
 from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
@@ -61,6 +60,8 @@ from labkit.rank.telemetry.exceptions import safe_str
 from labkit.rank.telemetry.exceptions import show_in_short
 from labkit.rank.telemetry.exceptions import where_in_cell
 from labkit.rank.telemetry.journal import Journal
+from labkit.rank.terminal.console import Console
+from labkit.rank.terminal.keyboard import Keyboard
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.compiling import announce
 from labkit.rank.training.session import Session
@@ -134,11 +135,17 @@ class CellRunner:
         """Whose traceback IPython has shown while the cell ran, last."""
         self._interrupts = CellInterrupts(self.group, refusal=self._refusal)
         self._console = Console(shell, placement.world_size)
+        self._keyboard = Keyboard(
+            shell,
+            lambda question: self._publish("question", question),
+            self._interrupts.was_interrupted,
+        )
         self._requests = ControlRequests(
             shell,
             self.group,
             self._interrupts,
             self._console,
+            self._keyboard,
             stop_point=lambda: self._stop_point,
         )
         self.notes = self.group.install()
@@ -200,6 +207,7 @@ class CellRunner:
         self._requests.ended = self._steps = None
         steps_of_cell.clear()
         self._interrupts.begin(spec.number)
+        self._keyboard.begin_cell(can_type=spec.can_type)
         self._torch_settings = ThreadSettings()
         self._set_names()
         self._console.move_to(spec.directory)
@@ -303,6 +311,7 @@ class CellRunner:
             lambda: self.shell.user_ns.pop(SERVE_NAME, None),
             self.group.restore_environment,
             self._console.restore,
+            self._keyboard.end_cell,
             *([self.group.end_rpc] if error is not None else []),
             self._contexts.close,
             *([self._torch_settings.restore] if error is not None else []),

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from labkit.rank.engine.console import NO_KEYBOARD
 from labkit.rank.telemetry.exceptions import chain
 from labkit.rank.telemetry.exceptions import safe_str
+from labkit.rank.terminal.keyboard import NO_KEYBOARD
 
 NO_MAGICS = (
     "labkit's magics run in the notebook, not on ranks: put this one into a cell "

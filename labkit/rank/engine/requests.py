@@ -8,7 +8,6 @@ from typing import Any
 
 from labkit.answers import answer_questions
 from labkit.compat.ipython import cell_numbers
-from labkit.rank.engine.console import Console
 from labkit.rank.engine.interrupts import CellInterrupts
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.measuring.devices import describe
@@ -17,6 +16,8 @@ from labkit.rank.measuring.memory import memory_total
 from labkit.rank.steps.stop_point import StopPoint
 from labkit.rank.telemetry.stack_trace import finished_collectives
 from labkit.rank.telemetry.stack_trace import position
+from labkit.rank.terminal.console import Console
+from labkit.rank.terminal.keyboard import Keyboard
 from labkit.records import CellEnd
 
 
@@ -29,6 +30,7 @@ class ControlRequests:
         group: RankProcessGroup,
         interrupts: CellInterrupts,
         console: Console,
+        keyboard: Keyboard,
         stop_point: Callable[[], StopPoint],
     ) -> None:
         """`stop_point` gives that of the run of today."""
@@ -48,6 +50,7 @@ class ControlRequests:
                 "overdue": group.overdue(),
             },
             "stack": self._stack,
+            "type": keyboard.take,
             "has_variable": lambda name: name in shell.user_ns,
             "release": group.release,
         }

@@ -13,12 +13,6 @@ from labkit.compat.ipython import display_pages
 from labkit.compat.ipython import leave_to_threads
 from labkit.records import KEY
 
-NO_KEYBOARD = (
-    "nobody can type on a rank: print what you want to see, or look at the ranks' "
-    "variables in another %%dist cell; in a cell without a magic the same code runs in "
-    "the notebook, which has a debugger"
-)
-
 MAX_TURNS = 50
 """In a second, from stdout to stderr or back: for these the order is kept."""
 MAX_FLUSHES = 25
@@ -60,8 +54,6 @@ class Console:
             pace.slow(stream)
         keep_order(*self._streams.values())
         os.register_at_fork(after_in_child=self._write_to_descriptors)
-        sys.breakpointhook = pass_breakpoint
-        shell.debugger = pass_debugger
         display_pages(shell)
         # Lightning takes a prompt for a sign of an interactive user.
         vars(sys).pop("ps1", None)
@@ -226,18 +218,3 @@ def keep_order(*streams: Any) -> None:
 
     for stream in streams:
         keep(stream)
-
-
-def pass_debugger(force: bool = False) -> None:
-    """Stands for IPython's post-mortem debugger: of `%debug`, or `%pdb on`."""
-    print(f"labkit: no debugger opens here: {NO_KEYBOARD}", file=sys.stderr)
-
-
-def pass_breakpoint(*args: Any, **kwargs: Any) -> None:
-    """Stands for `breakpoint()`, which on an engine does nothing."""
-    code = sys._getframe(1)
-    print(
-        f"labkit: breakpoint() in {code.f_code.co_name}, line {code.f_lineno}, is "
-        f"skipped: {NO_KEYBOARD}",
-        file=sys.stderr,
-    )

@@ -1,0 +1,1 @@
+"""What a rank prints, and what the user types for it."""
