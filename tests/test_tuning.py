@@ -224,7 +224,7 @@ with Lab(num_ranks=2) as lab:
 """
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.long
 def test_a_study_goes_on_after_the_death_of_its_kernel(
     lab: Lab, tmp_path: Path
