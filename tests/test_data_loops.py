@@ -112,17 +112,22 @@ for epoch in range(3):
 
 
 @pytest.mark.parametrize(
-    "grow",
+    ("strategy", "grow"),
     [
-        "pairs.pairs += [(x[8 + epoch + rank], y[8])]",
-        "pairs.pairs += [(x[8], y[8])] * (1 - rank)",
+        ("ddp", "pairs.pairs += [(x[8 + epoch + rank], y[8])]"),
+        ("ddp", "pairs.pairs += [(x[8], y[8])] * (1 - rank)"),
+        ("tensor", "pairs.pairs += [(x[8 + epoch + rank], y[8])]"),
+        ("pipeline", "pairs.pairs += [(x[8], y[8])] * (1 - rank)"),
     ],
-    ids=["by other samples", "on one rank"],
+    ids=["by other samples", "on one rank", "of one batch", "of one batch, on one"],
 )
-def test_a_dataset_that_grows_is_the_same_on_all_ranks(lab: Lab, grow: str) -> None:
+def test_a_dataset_that_grows_is_the_same_on_all_ranks(
+    lab: Lab, strategy: str, grow: str
+) -> None:
+    """Also on ranks that have the same samples for other parts of the model."""
     match = "has 9 samples, and had 8 before, and another rank has got others"
     with pytest.raises(RankError, match=match):
-        lab.train("ddp", SETUP + GROWING.replace("GROW", grow), live=False)
+        lab.train(strategy, SETUP + GROWING.replace("GROW", grow), live=False)
 
 
 @pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["zero2"]))

@@ -126,6 +126,14 @@ class Dealer:
     """Samples of a part, unless it is empty or all there is."""
     is_sum: bool = False
     """Whether losses are sums over the samples, not means."""
+    own_team: Peers | None = None
+    """The ranks that train one model, also those with other parts of it for the same
+    samples; None where these are the `peers`."""
+
+    @property
+    def team(self) -> Peers:
+        """The ranks that need the same dataset, in the same order."""
+        return self.own_team or self.peers
 
     def cut(self, batch: Any) -> list[tuple[Any, int]]:
         """This rank's part of each microbatch, and how many samples it counts for."""
@@ -345,7 +353,7 @@ class Stream:
                 value = fingerprint = zlib.crc32(
                     repr((size, own)).encode(), fingerprint
                 )
-            if not self.dealer.peers.agree_on(value, apart=True):
+            if not self.dealer.team.agree_on(value, apart=True):
                 name = type(self.dataset).__name__
                 raise UnsupportedLoopError(
                     f"{name} does not yield the same samples on every rank (from batch "
@@ -404,13 +412,13 @@ def shard_dataset(
     """
     loader = as_loader(source, batch_size, shuffle=shuffle)
     check_microbatches(loader, dealer)
-    check_same_dataset(loader.dataset, dealer.peers)
+    check_same_dataset(loader.dataset, dealer.team)
     drop_last = loader.drop_last and not keep_last
     dealt: tuple[DataLoader[Any], GlobalBatches | Stream]
     if isinstance(loader.dataset, IterableDataset):
         dealt = deal_stream(loader, dealer, seed=seed, drop_last=drop_last)
     else:
-        order = order_of(loader, dealer.peers, seed=seed, drop_last=drop_last)
+        order = order_of(loader, dealer.team, seed=seed, drop_last=drop_last)
         dealt = deal_samples(loader, GlobalBatches(order, dealer))
     dealt[1].source = loader
     return dealt
@@ -472,7 +480,7 @@ def kept_options(
 
 
 def order_of(
-    loader: DataLoader[Any], peers: Peers, *, seed: int, drop_last: bool
+    loader: DataLoader[Any], team: Peers, *, seed: int, drop_last: bool
 ) -> Order:
     """The order in which a DataLoader has its samples."""
     sampler: Any = loader.sampler
@@ -487,7 +495,7 @@ def order_of(
                 sampler.data_source,
                 loader.batch_size,
                 shuffle=is_shuffled,
-                peers=peers,
+                team=team,
                 drop_last=drop_last,
                 seed=seed,
             )
@@ -497,7 +505,7 @@ def order_of(
     dataset: Any = loader.dataset
     return DrawnOrder(
         batch_sampler,
-        peers,
+        team,
         num_samples=len(dataset) if hasattr(dataset, "__len__") else None,
         seed=seed,
         generator=loader.generator,
@@ -514,9 +522,9 @@ def check_microbatches(loader: DataLoader[Any], dealer: Dealer) -> None:
         )
 
 
-def check_same_dataset(dataset: Any, peers: Peers) -> None:
+def check_same_dataset(dataset: Any, team: Peers) -> None:
     """UnsupportedLoopError unless all ranks have the same dataset. Collective."""
-    if not peers.agree_on(fingerprint_of(dataset)):
+    if not team.agree_on(fingerprint_of(dataset)):
         raise UnsupportedLoopError(
             "the dataset is not the same on every rank, and prepare divides one "
             "dataset among all of them; build the whole dataset with the same random "

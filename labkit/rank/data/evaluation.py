@@ -101,7 +101,7 @@ def evaluate(
     source = as_given(source)
     loader, batches = shard_dataset(
         source,
-        Dealer(peers),
+        Dealer(peers, own_team=prepared.team),
         batch_size=None if isinstance(source, DataLoader) else batch_size,
         shuffle=False,
         seed=0,

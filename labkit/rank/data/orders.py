@@ -71,13 +71,13 @@ class PlainOrder:
         batch_size: int,
         *,
         shuffle: bool,
-        peers: Peers,
+        team: Peers,
         drop_last: bool = False,
         seed: int = 0,
     ) -> None:
         self.dataset = dataset
         self.num_samples = self._num_known = len(dataset)
-        self.peers = peers
+        self.team = team
         self.batch_size = batch_size
         self.shuffle = shuffle
         self.drop_last = drop_last
@@ -116,12 +116,12 @@ class PlainOrder:
         has_changed = num_samples != self._num_known
         if not has_changed and type(self.dataset) is TensorDataset:
             return  # which hardly ever changes, and may have passes of one step
-        told = self.peers.begin_greatest([num_samples, -num_samples], apart=True)
+        told = self.team.begin_greatest([num_samples, -num_samples], apart=True)
         if not has_changed:
             return
         most, least = told.wait()
         new = zlib.crc32(as_bytes([*new_in(self.dataset, self._num_known)]))
-        if most != -least or not self.peers.agree_on(new, apart=True):
+        if most != -least or not self.team.agree_on(new, apart=True):
             raise UnsupportedLoopError(
                 OTHER_LENGTH.format(now=num_samples, before=self._num_known)
             )
@@ -139,7 +139,7 @@ class DrawnOrder:
     def __init__(
         self,
         batch_sampler: Iterable[Any],
-        peers: Peers,
+        team: Peers,
         *,
         num_samples: int | None,
         seed: int,
@@ -147,7 +147,7 @@ class DrawnOrder:
     ) -> None:
         """`generator` is that of the DataLoader."""
         self.batch_sampler = batch_sampler
-        self.peers = peers
+        self.team = team
         self.num_samples = num_samples
         self.seed = seed
         self.generator = generator
@@ -194,7 +194,7 @@ class DrawnOrder:
 
     def _check_alike(self, fingerprint: int) -> None:
         """UnsupportedLoopError unless all ranks draw the same. Collective."""
-        if not self.peers.agree_on(fingerprint, apart=True):
+        if not self.team.agree_on(fingerprint, apart=True):
             raise UnsupportedLoopError(
                 f"the DataLoader's {self.name} does not draw the same samples on "
                 "every rank, and prepare deals one order out to all of them; leave "

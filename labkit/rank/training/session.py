@@ -319,6 +319,13 @@ class Session:
             return self._roles.peers
         return peers_on(self.mesh, self.device)
 
+    @functools.cached_property
+    def team(self) -> Peers:
+        """The ranks that train one model: these, and those with other parts of it."""
+        if self._roles is not None:
+            return self._roles.peers
+        return team_on(self.mesh, self.device)
+
     def meet(self) -> None:
         """Wait for all ranks of the run. Collective."""
         self._mean_of_run(0.0, 1.0)
@@ -431,7 +438,7 @@ class Session:
             self.strategy,
             self.options,
             num_ranks=self.peers.size,
-            num_alike=team_on(self.mesh, self.device).size // self.peers.size,
+            num_alike=self.team.size // self.peers.size,
             is_sum=dealer.is_sum,
         ):
             self.note(text)
@@ -720,6 +727,7 @@ class Session:
             accumulate=self.options.accumulate,
             least=2 if is_own else 1,  # samples, of which BatchNorm has a variance
             is_sum=is_sum,
+            own_team=self.team,
         )
 
     def _parallelized(
