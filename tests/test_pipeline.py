@@ -893,6 +893,41 @@ def test_what_is_written_to_while_it_is_sent_arrives_as_it_was(lab: Lab) -> None
     assert_equals_single(lab, "import time\n" + code + LOOP_NET)
 
 
+@pytest.mark.parametrize(
+    ("returned", "then"),
+    [
+        ("x", "h = x; x = self.blocks[1](x); x.mul_(2); x = x + h"),
+        ("x", "h = x; x = self.blocks[1](x); h.mul_(2); x = x + h"),
+        ("x.view(-1, 8)", "h = x; x = self.blocks[1](x); x = self.blocks[2](x) + h"),
+        ("x * 2", "h = x; z = self.blocks[1](x); w = h.view_as(z); w.mul_(3); x = h"),
+    ],
+    ids=["what it returns", "what it is given", "by a layer", "as another is"],
+)
+def test_what_a_layer_returns_of_its_input_may_not_be_written_to(
+    lab: Lab, returned: str, then: str
+) -> None:
+    """Where it is on another rank than what it is given. Nor may what a function of two
+    stages returns of one; without the write all of it is right."""
+    code = NET.replace("x + torch.tanh(self.linear(x))", returned, 1).replace(
+        "class Net(",
+        """class Writes(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.mul_(0.5) * 1)
+class Net(""",
+    )
+    blocks = "[nn.Linear(8, 8), Block(), Writes(8, 8)]"
+    code = code.replace("[Block(), Block()]", blocks)
+    code = code.replace("for block in self.blocks:", "if True:")
+    code = code.replace("x = block(x)", f"x = self.blocks[0](x); {then}") + LOOP_NET
+    options = {"config": {"cuts": ["blocks.1"]}}
+    with pytest.raises(RankError, match="a layer returns a tensor that it is given"):
+        train(lab, "pipeline", code, **options)
+    for write in ("x.mul_(2)", "h.mul_(2)", "w.mul_(3)"):
+        code = code.replace(write, "pass")
+    code = code.replace("self.blocks[2](x) + h", "self.blocks[2](x * 1) + h")
+    assert_equals_single(lab, code, **options)
+
+
 def test_what_layers_write_to_is_not_kept(lab: Lab) -> None:
     code = NET.replace("x + torch.tanh(self.linear(x))", "self.linear(x.relu_())")
     counting = LOOP_NET.replace(

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -136,6 +137,13 @@ WRITES_UNSEEN = (
     "like x.data.mul_(2), and under pipeline other ranks would keep it as it was. Have "
     "it write to a copy, x = x.clone(), or return what it computes; or use ddp"
 )
+WRITTEN_TWIN = (
+    "a layer returns a tensor that it is given, or a view of it, and forward writes in "
+    "place to one of the two and uses the other. Under pipeline the layer has a copy "
+    "from another rank, so the write would be missing. Have the layer return a copy "
+    "(x.clone()), or write to none of them (x = x * 2 in place of x.mul_(2)); or use "
+    "ddp"
+)
 CHANGES_INPUT = (
     "{name} changes a list, a dict or an object that it is given, and under pipeline "
     "a layer gets a copy: what forward does with its own would go on without the "
@@ -147,6 +155,23 @@ OTHER_WAY = (
     "in place of fit: there forward may take another way in each batch"
 )
 Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
+
+
+Common = list[tuple[int, int]]
+"""Of what a layer returns, which have the memory of which of its leaves."""
+
+
+@dataclass(frozen=True)
+class Called:
+    """What has come of a call of a layer."""
+
+    output: Any
+    places: Places
+    """Where in that it hands back what it is given."""
+    rewritten: dict[int, torch.Tensor]
+    """By leaf, the tensors that it has written to."""
+    shared: list[tuple[int, torch.Tensor]]
+    """By leaf, what it returns that has its memory."""
 
 
 class Relay:
@@ -217,8 +242,13 @@ class Relay:
         """Tensors of no stage that the pass under way has written to."""
         self._replaced: list[torch.Tensor] = []
         """Tensors of which others have taken the place in the pass under way."""
-        self._stale: dict[int, list[torch.Tensor]] = {}
-        """The same, by storage: in each of these one is, here, as it was before."""
+        self._stale: dict[int, list[tuple[torch.Tensor, str]]] = {}
+        """The same, by storage: in each of these one is, here, as it was before. With
+        what to say where it is used."""
+        self._twins: dict[int, list[torch.Tensor]] = {}
+        """By storage, tensors that one process would have in that one, and that are in
+        another here: one is a copy on the rank of a layer, which has returned it, or a
+        view of it."""
         self._in_flight: set[int] = set()
         """Storages of tensors that may not have arrived yet where they are sent."""
         self._flags = [flags_of(module) for module in stages.modules]
@@ -289,6 +319,7 @@ class Relay:
                     lose(tensor, NOT_HERE, self)
                 self._replaced.clear()
                 self._stale.clear()
+                self._twins.clear()
 
     @contextlib.contextmanager
     def _own_numbers(self, *key: int) -> Iterator[None]:
@@ -349,8 +380,10 @@ class Relay:
             self._written.append(written)
         if is_tensor(written):
             self._let_arrive([written])
+        own, own_written = [*leaves], written
         if len(stages) > 1 and self._stage is not None:
             self._is_chain = False  # that is for layers alone, in a schedule
+        were_sent: list[int] = []
         if len({each % self.size for each in stages}) > 1 and self._stage is None:
             if stage_of(written) not in (None, stage) and is_view(written):
                 raise UnsupportedLoopError(WRITES_PART.format(name=name.strip("_")))
@@ -359,6 +392,7 @@ class Relay:
             key = ("op", self._num_mixed, name, *self._mode())
             known = self._agreements.find(key, leaves, owner=owner, name=f"{name}()")
             self._pass_on(known, leaves, owner)
+            were_sent = [transfer.leaf for transfer in known.transfers]
             args, kwargs = tree_unflatten(leaves, spec)
             if is_tensor(written):
                 now = written_in(name, args, kwargs)
@@ -378,7 +412,12 @@ class Relay:
             return of_stage(each, stage, self)
 
         result = tree_map_only(torch.Tensor, as_result, result)
+        results = leaves_of(result)
+        for number, place in in_common(results, leaves) if were_sent else ():
+            if place in were_sent and leaves[place] is not written:
+                self._pair(own[place], results[number])
         if is_tensor(written):  # also by `__setitem__`, which returns None
+            self._lose_twins(own_written)
             for each in (written, current(written)):
                 of_stage(each, stage, self)
         if self._is_loss and isinstance(result, torch.Tensor):
@@ -409,19 +448,41 @@ class Relay:
         if tensor is not now:
             self._replaced.append(tensor)
             if (key := memory_of(tensor)) != memory_of(now):
-                self._stale.setdefault(key, []).append(tensor)
+                self._stale.setdefault(key, []).append((tensor, WRITTEN))
+
+    def _pair(self, own: torch.Tensor, other: torch.Tensor) -> None:
+        """One process would have these two in one memory, and here the rank that has
+        computed `other` had a copy of `own`."""
+        keys = memory_of(own), memory_of(other)
+        if keys[0] != keys[1]:
+            self._twins.setdefault(keys[0], []).append(other)
+            self._twins.setdefault(keys[1], []).append(own)
+
+    def _lose_twins(self, written: torch.Tensor) -> None:
+        """Have those of a tensor that has been written to be of no use any more: they
+        are what it was."""
+        if not self._twins:
+            return
+        seen, coming = {memory_of(written)}, [*self._twins.get(memory_of(written), [])]
+        while coming:
+            twin = coming.pop()
+            if (key := memory_of(twin)) not in seen:
+                seen.add(key)
+                self._stale.setdefault(key, []).append((twin, WRITTEN_TWIN))
+                coming += self._twins.get(key, [])
 
     def current(self, leaf: Any) -> Any:
         """What has taken the place of a tensor, if something has; all else as it is.
 
         Raises UnsupportedLoopError for one that shares memory with a tensor that only
-        another rank has written to: a view of it, or what detach() gave.
+        another rank has written to: a view of it, or what detach() gave; or would in
+        one process, as what a layer returns of what it is given.
         """
         leaf = current(leaf)
         if self._stale and is_tensor(leaf):
-            written = self._stale.get(memory_of(leaf), [])
-            if any(are_in_common(leaf, each) for each in written):
-                raise UnsupportedLoopError(WRITTEN)
+            for each, why in self._stale.get(memory_of(leaf), []):
+                if are_in_common(leaf, each):
+                    raise UnsupportedLoopError(why)
         return leaf
 
     def _share_written(self) -> None:
@@ -512,7 +573,7 @@ class Relay:
 
     def _layer_of_stage(
         self, number: int, call: Forward, leaves: list[Any], spec: Any
-    ) -> tuple[Any, Places, dict[int, torch.Tensor]]:
+    ) -> Called:
         """Run a layer where one stage alone is run, or none."""
         stage, count = self.stages.stage_of[number], self._calls[number]
         crossing = self._crossings.get(stage, [])
@@ -657,22 +718,30 @@ class Relay:
             self._pass_on(known, leaves, owner)
             is_here = self.rank == owner
             run = self._call(number, call, leaves, spec, is_here=is_here)
-        found, places, rewritten = run
-        for place, now in rewritten.items():
+        for place, now in run.rewritten.items():
             if sum(are_in_common(each, given[place]) for each in given) > 1:
                 raise UnsupportedLoopError(WRITES_TO_ONE.format(name=name))
             self._replace(given[place], now, self.stages.stage_of[number])
-        if not places:
-            return found
-        copies = holders_in(found)
-        return hand_back([(own[n], copies[k]) for n, k in places], found)
+            self._lose_twins(given[place])
+        for place, other in run.shared:
+            if place not in run.rewritten and self._is_apart(given[place], number):
+                self._pair(given[place], other)
+        if not run.places:
+            return run.output
+        copies = holders_in(run.output)
+        return hand_back([(own[n], copies[k]) for n, k in run.places], run.output)
+
+    def _is_apart(self, leaf: Any, number: int) -> bool:
+        """Whether a layer is where it gets a copy of this."""
+        found, stage = stage_of(leaf), self.stages.stage_of[number]
+        if found is None or self._stage is not None:
+            return found not in (None, stage)
+        return found % self.size != stage % self.size
 
     def _call(
         self, number: int, call: Forward, leaves: list[Any], spec: Any, *, is_here: bool
-    ) -> tuple[Any, Places, dict[int, torch.Tensor]]:
-        """Run a layer: with values if it is to run here, else for its shapes. What it
-        returns, where in that it hands back what it is given, and by leaf the tensors
-        that it has written to."""
+    ) -> Called:
+        """Run a layer: with values if it is to run here, else for its shapes."""
         leaves = [plain(leaf) for leaf in leaves]
 
         def run_for_shapes() -> Any:
@@ -681,19 +750,23 @@ class Relay:
 
         if is_here:
             self._let_arrive(leaves)
-            found, (out_spec, places, written) = self._surviving(
+            found, (out_spec, places, written, common) = self._surviving(
                 lambda: self._run_layer(number, call, leaves, spec), run_for_shapes
             )
         else:
-            found, (out_spec, places, written) = run_for_shapes()
+            found, (out_spec, places, written, common) = run_for_shapes()
         stage = self.stages.stage_of[number]
         found = [
             of_stage(leaf, stage, self) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in found
         ]
         count = len(found) - len(written)
-        rewritten = dict(zip(written, found[count:], strict=True))
-        return unflatten(found[:count], out_spec), places, rewritten
+        return Called(
+            unflatten(found[:count], out_spec),
+            places,
+            rewritten=dict(zip(written, found[count:], strict=True)),
+            shared=[(place, found[n]) for n, place in common],
+        )
 
     @contextlib.contextmanager
     def surviving(self) -> Iterator[None]:
@@ -723,7 +796,7 @@ class Relay:
 
     def _run_layer(
         self, number: int, call: Forward, leaves: list[Any], spec: Any
-    ) -> tuple[list[Any], tuple[Any, Places, list[int]]]:
+    ) -> tuple[list[Any], tuple[Any, Places, list[int], Common]]:
         """What a layer returns and, after that, those of its leaves that it has written
         to."""
         args, kwargs = unflatten(leaves, spec)
@@ -758,8 +831,9 @@ class Relay:
         if are_changed is not None and are_changed():
             raise UnsupportedLoopError(WRITES_UNSEEN.format(name=name))
         written = [place for place, each in inputs.items() if each.is_written]
+        common = in_common(output, leaves)
         output += [leaves[place] for place in written]
-        return output, (out_spec, places, written)
+        return output, (out_spec, places, written, common)
 
     def _shapes_of(
         self, number: int, call: Forward, leaves: list[Any], spec: Any
@@ -869,6 +943,20 @@ def are_in_common(leaf: Any, tensor: torch.Tensor) -> bool:
         return False
     with DisableTorchFunctionSubclass():
         return have_common([leaf, tensor])
+
+
+def in_common(outputs: Sequence[Any], inputs: Sequence[Any]) -> Common:
+    """Which of some outputs have the memory of which inputs."""
+    with DisableTorchFunctionSubclass():
+        places = {memory_of(x): n for n, x in enumerate(inputs) if has_memory(x)}
+        keys = [memory_of(x) if has_memory(x) else 0 for x in outputs]
+    return [(n, places[key]) for n, key in enumerate(keys) if key in places]
+
+
+def has_memory(leaf: Any) -> bool:
+    """Whether it is a tensor with a storage of its own."""
+    is_dense = is_tensor(leaf) and leaf.layout is torch.strided
+    return is_dense and not is_functorch_wrapped(leaf)
 
 
 def is_mask(leaf: Any) -> bool:
