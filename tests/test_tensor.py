@@ -342,6 +342,30 @@ def test_a_layer_that_is_called_by_itself_gives_the_whole(lab: Lab) -> None:
         assert not any("has only a part" in note for note in run.notes)
 
 
+@pytest.mark.parametrize("error", ["ValueError", "KeyboardInterrupt"])
+def test_a_layer_gives_the_whole_after_a_pass_that_was_left(
+    lab: Lab, error: str
+) -> None:
+    """By an error before it began, or by an interrupt in its midst."""
+    code = CENTERED.replace("self.first.bias.mul_(1.1)", "pass") + SUMS
+    where = "model" if error == "ValueError" else "model.second"
+    code += f"""
+def leave(module, args):
+    raise {error}
+hook = {where}.register_forward_pre_hook(leave, prepend=True)
+try:
+    model(x)
+except {error}:
+    hook.remove()
+features = model.first(x).detach()
+"""
+    train(lab, "single", code)
+    features = lab.pull("features")
+    train(lab, "tensor", code, config=SPLIT)
+    for each in lab.pull("features", "all"):
+        torch.testing.assert_close(each, features, rtol=1e-5, atol=1e-6)
+
+
 def test_a_fused_layer_that_is_cut_afterwards_is_refused(lab: Lab) -> None:
     # With 2 ranks of 24 columns each, the first rank's thirds are q and a half of k:
     # no error of PyTorch's.

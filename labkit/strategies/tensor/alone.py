@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from labkit.compat.c10d import as_plain_output
 from labkit.compat.torch import is_within_backward
+from labkit.strategies.autograd.forward import Forward
+from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.tensor.plan import Styles
 
 
@@ -77,14 +79,20 @@ def takes_a_part(layer: nn.Module, style: Any) -> bool:
 
 
 def count_calls(module: nn.Module, calls: Calls) -> None:
-    def enter(module: nn.Module, args: Any) -> None:
-        calls.depth += 1
+    """Not by hooks: an interrupt leaves a forward pass without them, and one that has
+    failed before it began has those alone that come after it."""
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        calls.depth -= 1
+    def counted(plain: Forward) -> Forward:
+        def forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            calls.depth += 1
+            try:
+                return plain(module, *args, **kwargs)
+            finally:
+                calls.depth -= 1
 
-    module.register_forward_pre_hook(enter, prepend=True)
-    module.register_forward_hook(leave, always_call=True)
+        return forward
+
+    wrap_forward(module, counted)
 
 
 def gathering(calls: Calls, mesh: DeviceMesh) -> Any:
