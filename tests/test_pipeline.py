@@ -1010,6 +1010,40 @@ def test_stages_and_replicas_drop_other_activations(lab_of_4: Lab) -> None:
     assert len(distinct) == len(masks)
 
 
+COPIES = {
+    "a teacher": """
+teacher = torch.optim.swa_utils.AveragedModel(model).requires_grad_(False)
+for x, y in loader:
+    output = model(x)
+    (loss_fn(output, y) + loss_fn(output, teacher(x))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+found = teacher(data.tensors[0].to(device)).detach()
+""",
+    "another mode": """
+average = torch.optim.swa_utils.AveragedModel(model)
+model.eval()
+found = model(data.tensors[0].to(device)).detach()
+torch.optim.swa_utils.update_bn(data.tensors[0].split(8), average, device)
+found = average.eval()(data.tensors[0].to(device)).detach()
+""",
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_is_called_as_it_is_and_not_as_its_model(lab: Lab, copied: str) -> None:
+    """One without gradients, and one that gathers BatchNorm's statistics."""
+    code = NET.replace("x + torch.tanh(self.linear(x))", "self.norm(self.linear(x))")
+    norm = "self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)"
+    code = code.replace("self.linear = nn.Linear(8, 8)", norm)
+    code += LOOP_NET.split("for x, y", 1)[0] + COPIES[copied]
+    train(lab, "single", code)
+    found = lab.pull("found")
+    train(lab, "pipeline", code)
+    for each in lab.pull("found", "all"):
+        torch.testing.assert_close(each, found, rtol=1e-5, atol=1e-6)
+
+
 def test_what_is_drawn_between_layers_is_the_same_on_all_ranks(lab: Lab) -> None:
     code = """
 drawn = []

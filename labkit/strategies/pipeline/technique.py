@@ -78,6 +78,7 @@ from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.parameters import is_absent
 from labkit.strategies.relay.relay import Relay
 from labkit.strategies.relay.stages import CUTS
+from labkit.strategies.relay.stages import Stages
 from labkit.strategies.relay.stages import cut
 from labkit.theory import ring
 
@@ -253,9 +254,11 @@ class Pipeline(Prepared):
 
     # ---- forward passes ----
 
-    def _run_in_microbatches(self, function: Forward, args: Any, kwargs: Any) -> Any:
-        """What the model returns for a batch, in microbatches where its samples are
-        independent of each other. Collective."""
+    def _run_in_microbatches(
+        self, model: nn.Module, function: Forward, args: Any, kwargs: Any
+    ) -> Any:
+        """What `function`, of the model or a copy of it, returns for a batch, in
+        microbatches where its samples are independent of each other. Collective."""
         looks_for_nan = torch.is_anomaly_check_nan_enabled()
         if torch.is_anomaly_enabled() and looks_for_nan and torch.is_grad_enabled():
             raise UnsupportedLoopError(ANOMALIES)
@@ -266,7 +269,7 @@ class Pipeline(Prepared):
             check_inputs(leaves, self._pp)
         is_whole = len(split(leaves, self._num_microbatches)) < 2
         if not is_whole:
-            is_whole = self._compare_once(function, leaves, spec)
+            is_whole = self._compare_once(model, function, leaves, spec)
             if self._is_trying:
                 raise _Compared
         relay.sent, relay.returned = [0] * relay.size, 0
@@ -274,7 +277,9 @@ class Pipeline(Prepared):
             found = relay.run(function, args, kwargs)
         else:
             entered = [relay.enter(leaf) for leaf in leaves]
-            with self._late_changes.refused(self._num_microbatches) as first_is_done:
+            is_own = model is self.module
+            changes = self._late_changes if is_own else LateChanges(model)
+            with changes.refused(self._num_microbatches) as first_is_done:
                 outputs, out_spec = self._run_chunks(
                     function, entered, spec, first_is_done
                 )
@@ -302,24 +307,39 @@ class Pipeline(Prepared):
                 first_is_done()
         return [joined(each) for each in zip(*found, strict=True)], out_spec
 
-    def _compare_once(self, function: Forward, leaves: list[Any], spec: Any) -> bool:
+    def _compare_once(
+        self, model: nn.Module, function: Forward, leaves: list[Any], spec: Any
+    ) -> bool:
         """Run the first batch of a kind in microbatches and as a whole: where the
         outputs differ its samples are not independent, and such batches pass as a
         whole. Whether they do. Collective."""
-        is_training = self.module.training
-        kind = self._flags(), str(spec), *map(kind_of, leaves)
+        is_own = model is self.module
+        stages = self._stages if is_own else self._stages.of_copy(model)
+        flags = self._flags if is_own else flags_of(model, apart=stages.modules)
+        is_training = is_own and model.training
+        kind = flags(), str(spec), *map(kind_of, leaves)
         if kind in self._is_whole:
             return self._is_whole[kind]
         if len(self._is_whole) >= NUM_KINDS:
             return True
-        why = self._why_whole(function, leaves, spec)
+        watch = self.relay.watch_layer
+        why = self._why_whole(model, stages, function, leaves, spec)
+        if not is_own:
+            self.relay.watch_layer = watch
         self._is_whole[kind] = bool(why)
         if why and is_training:  # what an evaluation returns is no matter of training
             self._num_microbatches = 1
             self.note(WHOLE_BATCHES.format(why=why))
         return bool(why)
 
-    def _why_whole(self, function: Forward, leaves: list[Any], spec: Any) -> str:
+    def _why_whole(
+        self,
+        model: nn.Module,
+        stages: Stages,
+        function: Forward,
+        leaves: list[Any],
+        spec: Any,
+    ) -> str:
         """Why a batch is to pass as a whole, in words; "" where it need not.
         Collective."""
         if are_packed(leaves):  # a layer may fail of a part, on the rank that has it
@@ -328,13 +348,13 @@ class Pipeline(Prepared):
             without_modes(),
             WithoutGradients(),
             self.relay.uncounted(),
-            without_dropout(self.module),
+            without_dropout(model),
         ):
             args, kwargs = tree_unflatten(copied(leaves), spec)
-            shared = SharedState(self.module, self._stages)
+            shared = SharedState(model, stages)
             self.relay.watch_layer = shared.watching  # also what is new since prepare
             drawn = shared.contents_of_generators()
-            with unchanged(self.module) as state:
+            with unchanged(model) as state:
                 if state.has_iterators:
                     return ITERATES
                 with self.relay.passing():
@@ -343,7 +363,7 @@ class Pipeline(Prepared):
                 keeps_state = state.has_changed()
                 draws = is_other(drawn, shared.contents_of_generators())
             try:
-                with unchanged(self.module), self.relay.surviving():
+                with unchanged(model), self.relay.surviving():
                     given = copied(leaves)
                     outputs, out_spec = self._run_chunks(function, given, spec)
             except UnsupportedLoopError:

@@ -215,8 +215,10 @@ class Relay:
         self._agreements = Agreements(self._mesh, device)
         self.anchor = nn.Parameter(torch.zeros((), device=device))
         """In every graph on every rank, also where a rank trains nothing of it."""
-        self.run_whole: Callable[..., Any] = self.run
-        """What a call of the model does: see `Pipeline`."""
+        self._called = model
+        """It, or a copy of it, which is called."""
+        self.run_whole: Callable[..., Any] = lambda model, *call: self.run(*call)
+        """What a call of the model, or of a copy of it, does: see `Pipeline`."""
         self.watch_layer: Watch = lambda name: contextlib.nullcontext()
         """Entered where a layer of this name runs for the first time."""
         self.sent = [0] * self.size
@@ -276,7 +278,13 @@ class Relay:
                 if self._stage == self.stages.num_stages - 1:
                     self._outputs.append(tree_map_only(torch.Tensor, current, output))
                 return output
-            return self.run_whole(lambda *a, **kw: whole(model, *a, **kw), args, kwargs)
+            self._called = model
+            try:
+                return self.run_whole(
+                    model, lambda *a, **kw: whole(model, *a, **kw), args, kwargs
+                )
+            finally:
+                self._called = self._model
 
         # What ranks send each other is not for a compiler of one of them.
         disabled: Forward = torch.compiler.disable(forward)
@@ -491,7 +499,7 @@ class Relay:
         written, self._written = self._written, []
         if not written:
             return
-        kept = {id(t) for module in self._model.modules() for t in held_by(module)}
+        kept = {id(t) for module in self._called.modules() for t in held_by(module)}
         for tensor in written:
             stage = stage_of(tensor)
             if id(tensor) not in kept or stage is None or plain(tensor).requires_grad:
@@ -572,7 +580,7 @@ class Relay:
             self._received, self._sent = [], []
 
     def _layer_of_stage(
-        self, number: int, call: Forward, leaves: list[Any], spec: Any
+        self, number: int, layer: nn.Module, call: Forward, leaves: list[Any], spec: Any
     ) -> Called:
         """Run a layer where one stage alone is run, or none."""
         stage, count = self.stages.stage_of[number], self._calls[number]
@@ -594,7 +602,8 @@ class Relay:
             self._sent += [plain(leaves[place]) for place in places]
             if len(self._sent) == len(crossing):
                 raise _StageIsDone
-        return self._call(number, call, leaves, spec, is_here=stage == self._stage)
+        is_here = stage == self._stage
+        return self._call(number, layer, call, leaves, spec, is_here=is_here)
 
     def _check_way(
         self, number: int, leaves: Sequence[Any], *, but: Sequence[int]
@@ -686,13 +695,15 @@ class Relay:
                     self._entry = number
                     try:
                         return self.run(
-                            lambda *a, **kw: self._layer(number, owner, call, a, kw),
+                            lambda *a, **kw: self._layer(
+                                number, owner, module, call, a, kw
+                            ),
                             args,
                             kwargs,
                         )
                     finally:
                         self._entry = -1
-                return self._layer(number, owner, call, args, kwargs)
+                return self._layer(number, owner, module, call, args, kwargs)
 
             # As below `_outermost`, where the loop has compiled a layer.
             disabled: Forward = torch.compiler.disable(forward)
@@ -701,23 +712,30 @@ class Relay:
         self._undo.append(wrap_forward(layer, wrap))
 
     def _layer(
-        self, number: int, owner: int, call: Forward, args: Any, kwargs: Any
+        self,
+        number: int,
+        owner: int,
+        layer: nn.Module,
+        call: Forward,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
-        """Run a layer that rank `owner` has: there, or for the shapes of its output."""
+        """Run a layer that rank `owner` has: there, or for the shapes of its output.
+        It is the model's, or that of a copy."""
         leaves, spec = flatten((args, kwargs))
         given = leaves = [self._as_computed(self.current(leaf)) for leaf in leaves]
         own = holders_of(args, kwargs) if may_hold(args, kwargs) else []
         name = self.stages.names[number]
         count = self._calls[number] = self._calls.get(number, 0) + 1
         if self._stage is not None:
-            run = self._layer_of_stage(number, call, [*leaves], spec)
+            run = self._layer_of_stage(number, layer, call, [*leaves], spec)
         else:
             key = (number, count, *self._mode())
             known = self._agreements.find(key, leaves, owner=owner, name=name)
             leaves = [*leaves]
             self._pass_on(known, leaves, owner)
             is_here = self.rank == owner
-            run = self._call(number, call, leaves, spec, is_here=is_here)
+            run = self._call(number, layer, call, leaves, spec, is_here=is_here)
         for place, now in run.rewritten.items():
             if sum(are_in_common(each, given[place]) for each in given) > 1:
                 raise UnsupportedLoopError(WRITES_TO_ONE.format(name=name))
@@ -739,14 +757,21 @@ class Relay:
         return found % self.size != stage % self.size
 
     def _call(
-        self, number: int, call: Forward, leaves: list[Any], spec: Any, *, is_here: bool
+        self,
+        number: int,
+        layer: nn.Module,
+        call: Forward,
+        leaves: list[Any],
+        spec: Any,
+        *,
+        is_here: bool,
     ) -> Called:
         """Run a layer: with values if it is to run here, else for its shapes."""
         leaves = [plain(leaf) for leaf in leaves]
 
         def run_for_shapes() -> Any:
             as_shapes = [as_elsewhere(t) if is_float(t) else t for t in leaves]
-            return self._shapes_of(number, call, as_shapes, spec)
+            return self._shapes_of(number, layer, call, as_shapes, spec)
 
         if is_here:
             self._let_arrive(leaves)
@@ -836,14 +861,13 @@ class Relay:
         return output, (out_spec, places, written, common)
 
     def _shapes_of(
-        self, number: int, call: Forward, leaves: list[Any], spec: Any
+        self, number: int, layer: nn.Module, call: Forward, leaves: list[Any], spec: Any
     ) -> Any:
         """What another rank's layer returns, as shapes. It is run for them once: an
         operator on the meta device takes longer than a small one on the CPU."""
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         whole = [each for each in tensors if not is_float(each)]
-        module = self.stages.modules[number]
-        if whole and not isinstance(module, nn.Embedding):
+        if whole and not isinstance(layer, nn.Embedding):
             # Whose values may decide on shapes.
             found, out_spec = self._run_layer(number, call, leaves, spec)
             return [as_elsewhere(t) if is_tensor(t) else t for t in found], out_spec
@@ -851,8 +875,9 @@ class Relay:
             (tuple(t.shape), t.dtype, t.requires_grad) if is_tensor(t) else repr(t)
             for t in leaves
         )
-        trained = tuple(p.requires_grad for p in module.parameters())
-        flags = self._flags[number]()
+        trained = tuple(p.requires_grad for p in layer.parameters())
+        is_own = layer is self.stages.modules[number]
+        flags = (self._flags[number] if is_own else flags_of(layer))()
         key = (number, kinds, trained, flags, *self._mode())
         known = self._shapes.get(key)
         if known is None or known[0] != spec[0]:
@@ -883,7 +908,7 @@ class Relay:
     def _mode(self) -> tuple[Any, ...]:
         """What may make other patterns of the same calls."""
         autocast = torch.is_autocast_enabled(self.device.type)
-        training, has_grad = self._model.training, torch.is_grad_enabled()
+        training, has_grad = self._called.training, torch.is_grad_enabled()
         return self._entry, training, has_grad, autocast
 
     # ---- messages ----

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -35,6 +36,13 @@ class Stages:
             for parameter in module.parameters():
                 found.setdefault(id(parameter), set()).add(stage)
         return found
+
+    def of_copy(self, model: nn.Module) -> "Stages":
+        """Those of a copy of the model."""
+        found = dict(model.named_modules())
+        own = zip(self.names, self.modules, strict=True)
+        modules = [found.get(name, module) for name, module in own]
+        return replace(self, modules=modules)
 
     def described(self) -> list[str]:
         """By stage, its first and its last module."""
