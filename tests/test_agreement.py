@@ -480,6 +480,30 @@ def test_a_step_that_one_rank_leaves_out_is_refused(lab: Lab, strategy: str) -> 
         train(lab, strategy, SET_UP, PREPARE, loop)
 
 
+@pytest.mark.parametrize("strategy", long_but(["fsdp", "hsdp"], "fsdp"))
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize(
+    "penalty",
+    ["sum(p.pow(2).sum() for p in model.parameters())", "0.1 * p.norm()", "p.sum()"],
+)
+def test_a_penalty_that_one_rank_adds_is_refused(
+    lab: Lab, strategy: str, step: int, penalty: str
+) -> None:
+    """In the first steps, in which all that ranks do is compared, and later."""
+    loop = f"""
+    p = next(model.parameters())
+    for number, (inputs, labels) in enumerate(loader):
+        loss = F.cross_entropy(model(inputs), labels)
+        if inputs[0, 0].item() < 0 and number == {step}:
+            loss = loss + {penalty}
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    with pytest.raises(RankError, match="some ranks compute a number of the model's"):
+        train(lab, strategy, SET_UP, PREPARE, loop)
+
+
 def test_a_last_step_that_one_rank_leaves_out_is_noted(lab: Lab) -> None:
     loop = """
     for number, (inputs, labels) in enumerate(loader):

@@ -30,10 +30,12 @@ from labkit.strategies import Strategy
 from labkit.strategies.autograd.agreement import OTHER_COPIES
 from labkit.strategies.autograd.agreement import OTHER_LAYERS
 from labkit.strategies.autograd.agreement import OTHER_PASSES
+from labkit.strategies.autograd.agreement import OTHER_PENALTY
 from labkit.strategies.autograd.agreement import OTHER_SETTINGS
 from labkit.strategies.autograd.agreement import SKIPPED
 from labkit.strategies.autograd.agreement import STEP_SKIPPED
 from labkit.strategies.autograd.agreement import Course
+from labkit.strategies.autograd.agreement import Event
 from labkit.strategies.autograd.agreement import Route
 from labkit.strategies.autograd.agreement import Settings
 from labkit.strategies.autograd.agreement import begin_agree
@@ -347,10 +349,14 @@ class Prepared:
         return self.begin_agree(used, alike).wait()
 
     def begin_agree(
-        self, used: Sequence[bool] = (), alike: Sequence[bool] = ()
+        self,
+        used: Sequence[bool] = (),
+        alike: Sequence[bool] = (),
+        event: Event = Event.BACKWARD,
     ) -> Pending[list[bool]]:
         """As `agree`, which may be waited for, and raises, later. Collective."""
         facts = [
+            event,
             self.course.num_batches,
             self.course.num_passes,
             self._num_steps,
@@ -364,7 +370,8 @@ class Prepared:
 
     def _check_alike(self, found: tuple[list[bool], list[bool]]) -> list[bool]:
         some, same = found
-        is_same_batch, is_same_pass, is_same_step, has_same_copies, *more = same
+        is_same_event, is_same_batch, is_same_pass, is_same_step, *more = same
+        has_same_copies, *more = more
         has_same_settings, had_same_settings, is_same_route, is_alike = more
         if not (is_same_batch or is_same_pass):
             which = (
@@ -373,6 +380,8 @@ class Prepared:
             raise UnsupportedLoopError(OTHER_PASSES.format(found=which))
         if not is_same_batch:
             raise UnsupportedLoopError(SKIPPED)
+        if not is_same_event:
+            raise UnsupportedLoopError(OTHER_PENALTY)
         if not is_same_step:
             raise UnsupportedLoopError(STEP_SKIPPED)
         if not has_same_copies:

@@ -49,6 +49,13 @@ OTHER_COPIES = (
     "decision on all ranks: call dist.all_reduce on the value that the condition "
     "tests, before it"
 )
+OTHER_PENALTY = (
+    "some ranks compute a number of the model's parameters, such as a penalty that is "
+    "added to the loss, and others do not, for example by a condition on the rank's "
+    "own loss. Under fsdp and hsdp ranks have the parameters in parts, and compute it "
+    "together. Make the same decision on all ranks: call dist.all_reduce on the value "
+    "that the condition tests, before it"
+)
 NUM_LOOKS = 3
 """Steps in which what layers that gather their parameters do is compared anyhow."""
 NUM_ALIKE = 10
@@ -101,6 +108,7 @@ class Event(enum.IntEnum):
     FORWARD = 2
     BACKWARD = 3
     STEP = 4
+    PENALTY = 5
 
 
 @dataclass
@@ -220,6 +228,12 @@ class Course:
         if self._compares(self._now):
             self._compare(Event.FORWARD, self._now)
 
+    def penalty(self) -> None:
+        """It adds up parameters that are here in parts. Collective."""
+        self._settle_former()
+        if self._compares(self._now):
+            self._compare(Event.PENALTY, self._now)
+
     def backward(self) -> None:
         """A backward pass begins. Collective."""
         self._train(Event.BACKWARD)
@@ -301,6 +315,8 @@ class Course:
             raise UnsupportedLoopError(SKIPPED)
         is_even = not any(each[3] for each in found)
         events = {each[0] for each in found}
+        if Event.PENALTY in events:
+            raise UnsupportedLoopError(OTHER_PENALTY)
         if is_even and events == {Event.STEP, Event.BATCH}:
             raise UnsupportedLoopError(STEP_SKIPPED)
         said = ", and ".join(said_of(n, *found[n]) for n in (0, other))

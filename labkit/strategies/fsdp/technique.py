@@ -37,6 +37,7 @@ from labkit.compat.data_parallel import whole_size
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import has_gradient_hooks
 from labkit.records import ModelFacts
+from labkit.strategies.autograd.agreement import Event
 from labkit.strategies.autograd.backward import Accumulators
 from labkit.strategies.autograd.backward import Roots
 from labkit.strategies.autograd.backward import follow
@@ -56,6 +57,7 @@ from labkit.strategies.model.shards import check_parts
 from labkit.strategies.model.shards import hand_to_optimizer
 from labkit.strategies.model.shards import patch_dtensor
 from labkit.strategies.model.shards import shapes_of_parts
+from labkit.strategies.model.shards import watch_sums
 from labkit.strategies.model.spectral import in_one_precision
 from labkit.strategies.model.writes import Writes
 from labkit.strategies.model.writes import refuse
@@ -114,6 +116,8 @@ class FSDP(Prepared):
     """Recovers from a backward pass that has failed, once the model is used."""
     _has_dropped = False
     """Whether one has failed, and no zero_grad() followed."""
+    _adds_up = False
+    """Whether all ranks are known to add up parameters before the next one."""
 
     def place(self) -> None:
         """A block at a time, in `wrap`."""
@@ -171,6 +175,7 @@ class FSDP(Prepared):
         self._undo.append(self._stop_waiting)
         self.see_calls(self._end_call)
         follow(self)
+        self._undo.append(watch_sums(self._begin_sum))
         self._undo += in_one_precision(self.module)
         shard_alike: Callable[[nn.Module], Any] = partial(shard, is_alike=True)
         let_copy(self.module, shard_alike, self._begin_copy, self.course.copy)
@@ -267,6 +272,14 @@ class FSDP(Prepared):
                 name = self._names_of_parts[id(part)]
                 raise UnsupportedLoopError(SET_WHILE_WHOLE.format(name=name))
 
+    def _begin_sum(self) -> None:
+        """The loop adds up what ranks have in parts. Collective."""
+        if self._adds_up:
+            return
+        self._adds_up = True
+        self.course.penalty()
+        self.begin_agree([False] * len(self._parts), event=Event.PENALTY).wait()
+
     def check_hook(self, name: str) -> None:
         raise UnsupportedLoopError(HOOKED.format(name=name))
 
@@ -311,6 +324,7 @@ class FSDP(Prepared):
         return False  # they are found where they are gathered
 
     def begin_backward(self, roots: Roots, used: Sequence[nn.Parameter]) -> None:
+        self._adds_up = False
         if self.is_over:
             return
         self._recover()

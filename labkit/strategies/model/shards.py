@@ -212,6 +212,33 @@ class Averaged(torch.autograd.Function):
         return parts.full_tensor(), None
 
 
+_watches: list[Callable[[], None]] = []
+
+
+def watch_sums(begin: Callable[[], None]) -> Callable[[], None]:
+    """Call `begin` before what ranks have in parts is added up for the loop; returns
+    what ends that."""
+    _watches.append(begin)
+    return lambda: _watches.remove(begin)
+
+
+def begin_sum() -> None:
+    """Collective, for the one model that there is: of several it is not known which."""
+    if len(_watches) == 1:
+        _watches[0]()
+
+
+def takes_whole(one: DTensor, other: Any, *, adds: bool) -> bool:
+    """Whether the sum, or the product, of a number that is in parts and another one
+    takes more than each rank's part of both."""
+    both = [one, other] if isinstance(other, DTensor) else [one]
+    placements = [place for each in both for place in each.placements]
+    are_sums = all(each == Partial() for each in placements)  # and no norms
+    if are_sums and adds == (len(both) > 1):  # 2 * x, x + y
+        return False
+    return any(each.is_partial() for each in placements)
+
+
 def averaged(scalar: DTensor) -> torch.Tensor:
     """The whole of it. Collective."""
     found: torch.Tensor = Averaged.apply(scalar.full_tensor(), scalar.device_mesh)
@@ -231,12 +258,18 @@ def patch_dtensor() -> None:
 
         return take
 
-    def meeting_plain(method: Callable[..., Any]) -> Callable[..., Any]:
+    def meeting_plain(method: Callable[..., Any], *, adds: bool) -> Callable[..., Any]:
         def take(self: DTensor, other: Any) -> Any:
-            if self.dim() > 0 or not isinstance(other, torch.Tensor):
+            if self.dim() > 0:
                 return method(self, other)
-            if not isinstance(other, DTensor):
+            is_tensor = isinstance(other, torch.Tensor)
+            is_whole = is_tensor and not isinstance(other, DTensor)
+            if is_whole or takes_whole(self, other, adds=adds):
+                begin_sum()
+            if is_whole:
                 return method(averaged(self), other)
+            if not isinstance(other, DTensor):
+                return method(self, other)
             # On a mesh, layers that are split are on more of its axes than others.
             if other.dim() == 0 and other.device_mesh != self.device_mesh:
                 return method(averaged(self), averaged(other))
@@ -277,7 +310,8 @@ def patch_dtensor() -> None:
         # A subclass's reflected operator goes before the operator of the left operand.
         for operator in ("add", "sub", "mul", "truediv"):
             for name in (f"__{operator}__", f"__r{operator}__"):
-                own[name] = meeting_plain(getattr(torch.Tensor, name))
+                adds = operator in ("add", "sub")
+                own[name] = meeting_plain(getattr(torch.Tensor, name), adds=adds)
         for name, method in own.items():
             setattr(DTensor, name, method)
         setattr(DTensor, "data", property(plain.__get__, set_data))  # noqa: B010
