@@ -20,19 +20,21 @@ from labkit.notebook.kernel.output import is_notebook
 from labkit.notebook.kernel.place import Place
 
 DEADLOCK = (
-    "Every rank must call the same collectives in the same order. A backward pass, "
-    "save_checkpoint and stop_early call some, so they cannot be under `if rank == "
-    "0:`. Under zero3, fsdp and hsdp each layer that runs gathers its parameters from "
-    "all ranks: if the samples decide which layers run, or how often (an adaptive "
-    "solver, a mixture of experts), make that decision the same on all ranks with "
-    "dist.all_reduce, or use ddp, zero1 or zero2"
+    "Every rank must call the same collectives in the same order. A backward pass, a "
+    "step under ZeRO, save_checkpoint and stop_early call some, so they cannot be "
+    "under `if rank == 0:`, nor under a condition on the rank's own loss. Under zero3, "
+    "fsdp and hsdp each layer that runs gathers its parameters from all ranks: if the "
+    "samples decide which layers run, or how often (an adaptive solver, a mixture of "
+    "experts), make that decision the same on all ranks with dist.all_reduce, or use "
+    "ddp, zero1 or zero2"
 )
 
 LEFT_CELL = (
     "has left the cell",
-    "Every rank must take part in each collective. If a loop ends early on a value "
-    "that differs between ranks, such as the loss, make all ranks decide together: "
-    "if stop_early(loss): break, or dist.all_reduce the value first",
+    "Every rank must take part in each collective. If a loop ends early, or skips a "
+    "batch by `continue`, on a value that differs between ranks, such as the loss, "
+    "make all ranks decide together: if stop_early(loss): break, or dist.all_reduce "
+    "the value first",
 )
 NOT_IN_CELL = (
     "does not run the cell",
