@@ -594,6 +594,24 @@ ours = [h for h in hooks if h.__module__.startswith("labkit")]
         lab.run(copied)
 
 
+def test_a_copy_of_a_model_under_zero3_may_be_prepared_and_trained(lab: Lab) -> None:
+    """With an engine of its own, and not that of the model."""
+    twin = """
+import copy
+twin = copy.deepcopy(model)
+steps = torch.optim.SGD(twin.parameters(), lr=0.1)
+twin, steps, again = prepare(twin, steps, make(16), batch_size=8, shuffle=False)
+train(twin, steps, again)
+with torch.no_grad():
+    found = [each(make(8)[:][0].to(device)).cpu() for each in (model, twin)]
+"""
+    found = {}
+    for strategy in ("single", "zero3"):
+        lab.train(strategy, MAKE + PREPARE.format(size=16) + twin, live=False)
+        found[strategy] = lab.pull("found")
+    torch.testing.assert_close(found["zero3"], found["single"])
+
+
 TRAIN = "train(model, optimizer, loader)"
 KEPT = """
 best, kept = [9.0, 0.1][rank], None

@@ -58,6 +58,9 @@ ATTRIBUTES = (
     "deepspeed.ops:_probe_compatible_ops",  # of what a look at it would compile for 4 s
 )
 
+OF_ENGINE = ("_external_params", "post_bwd_fn", "pre_bwd_fn")
+"""What a module of stage 3 has of its engine. In a copy of it another engine would take
+that for its own."""
 _OF_A_PASS = {"applied_pre_backward_ref_cnt", "_external_params", "_parameters"}
 
 

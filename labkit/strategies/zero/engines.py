@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from labkit.compat.deepspeed import GATE as DEEPSPEED
+from labkit.compat.deepspeed import OF_ENGINE
 from labkit.compat.deepspeed import drop_trace
 from labkit.compat.deepspeed import forget_passes
 from labkit.compat.deepspeed import load
@@ -202,6 +203,8 @@ def plain_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for each in module.modules():
         own = vars(each)
         kept.append((own, dict(own)))
+        for name in OF_ENGINE:
+            own.pop(name, None)
         own.pop("__deepcopy__", None)
         drop_hooks_of("deepspeed", each)
     try:
