@@ -612,6 +612,29 @@ with torch.no_grad():
     torch.testing.assert_close(found["zero3"], found["single"])
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "pipeline"])
+def test_one_state_of_a_dict_with_a_part_of_them_is_refused(
+    lab: Lab, strategy: str
+) -> None:
+    """A file and a copy have it as a plain dict, and the loop may load either."""
+    code = MAKE + PREPARE.format(size=16).replace("=0.1", "=0.1, momentum=0.9")
+    kept = """
+import copy, io
+torch.save(optimizer.state_dict(), file := io.BytesIO())
+for each in (torch.load(io.BytesIO(file.getvalue())), optimizer.state_dict()):
+    optimizer.load_state_dict(copy.deepcopy(each))
+states = optimizer.state_dict()["state"]
+sizes = [len(each) for each in copy.deepcopy(states).values()]
+train(model, optimizer, loader)
+"""
+    lab.train(strategy, code + kept, live=False)
+    size = 2 if strategy == "pipeline" else 1
+    assert lab.pull("sizes", "all") == [[1] * size] * 2
+    reads = "[states[number]['momentum_buffer'] for number in range(4)]"
+    with pytest.raises(RankError, match=r"from optimizer\.state_dict\(\), and under"):
+        lab.run(reads)
+
+
 TRAIN = "train(model, optimizer, loader)"
 KEPT = """
 best, kept = [9.0, 0.1][rank], None

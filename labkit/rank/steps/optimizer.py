@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -36,6 +37,16 @@ STATE_IN_PARTS = (
     "optimizer.state.values() changes those of every parameter alike; for one "
     "parameter's use ddp"
 )
+STATES_OF_PART = (
+    "the loop reads one parameter's state from optimizer.state_dict(), and under "
+    "{strategy} {what}. To save and load the states, keep the whole dict, or call "
+    "save_checkpoint(folder); to read one parameter's use ddp"
+)
+IN_ONE_TENSOR = (
+    "the states of all parameters of a group are in one flat tensor, of which this "
+    "rank has a part, under the group's number"
+)
+ON_ANOTHER_RANK = "a rank has the states of its own stage's parameters alone"
 STATE_OF_STAGE = (
     "the loop looks for a parameter in optimizer.state that another rank's stage has, "
     "with its state. optimizer.state.clear() resets all states, and a loop over "
@@ -389,13 +400,24 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """The inner optimizer's; of this rank's part of the states alone where a
         strategy has them in parts: `part` is [rank, number of ranks, strategy]."""
         prepared = self.prepared
+        strategy = prepared.strategy
         with prepared.stepping_groups():
             found = prepared.optimizer.state_dict()
-        return (
-            {**found, "part": self._part()}
-            if prepared.strategy.is_partitioned
-            else found
-        )
+        if not strategy.is_partitioned:
+            return found
+        if strategy.has_own_gradients or self._has_stages:
+            what = ON_ANOTHER_RANK if self._has_stages else IN_ONE_TENSOR
+            why = STATES_OF_PART.format(strategy=strategy.name, what=what)
+            found = {**found, "state": StatesOfPart(found["state"], why)}
+            if strategy.has_own_gradients:
+                for number, each in found["state"].items():
+                    found["state"][number] = FlatState(each, why)
+        return {**found, "part": self._part()}
+
+    @property
+    def _has_stages(self) -> bool:
+        given = self.prepared.given_parameters
+        return any(isinstance(each, StagedParameter) for each in given)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         part = state_dict.get("part")
@@ -440,6 +462,35 @@ class StepProgress:
     """Whether there was a backward pass since then."""
     is_fresh: bool = True
     """Whether there can be no gradients of the step before."""
+
+
+class StatesOfPart(dict[Any, Any]):
+    """In a state dict, of parameters of which this rank has not all. A file has it as a
+    plain one."""
+
+    def __init__(self, found: Mapping[Any, Any], why: str) -> None:
+        super().__init__(found)
+        self._why = why
+
+    def __missing__(self, key: Any) -> Any:
+        raise UnsupportedLoopError(self._why)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Of the kinds of dicts that torch.load takes without weights_only=False.
+        return OrderedDict, (), None, None, iter(self.items())
+
+
+class FlatState(StatesOfPart):
+    """The state of all parameters of a group, of which each tensor is a part."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise KeyError(key)
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if isinstance(found, torch.Tensor) and found.dim():
+            raise UnsupportedLoopError(self._why)
+        return found
 
 
 class StateInParts(MutableMapping[Any, Any]):
