@@ -1,10 +1,14 @@
 """What is added to errors of libraries."""
 
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
@@ -101,6 +105,35 @@ def test_parts_that_a_file_cannot_hold_are_explained() -> None:
         part.untyped_storage().data_ptr()
     add_hint(found.value, CPU, is_prepared=True)
     assert "get_model_state_dict" in "".join(notes_of(found.value))
+
+
+class Sees:
+    def gradient(self) -> None:
+        """As fsdp has with some tensors."""
+
+
+@pytest.mark.parametrize("kept", [Sees().gradient, dist.ProcessGroup(0, 1)])
+def test_saved_tensors_that_a_file_cannot_hold_are_explained(kept: Any) -> None:
+    def write_and_read(tensor: torch.Tensor) -> None:
+        torch.save(tensor, file := io.BytesIO())
+        torch.load(io.BytesIO(file.getvalue()))
+
+    saved: Any = nn.Parameter(torch.ones(2))
+    saved.kept = kept
+    with pytest.raises((TypeError, pickle.UnpicklingError)) as found:
+        write_and_read(saved)
+    add_hint(found.value, CPU, is_prepared=True)
+    assert "torch.save(tensor.detach(), path)" in "".join(notes_of(found.value))
+    write_and_read(saved.detach())
+
+
+def test_memory_that_numpy_has_too_is_explained() -> None:
+    tensor = torch.ones(2)
+    _ = tensor.numpy()
+    with pytest.raises(RuntimeError) as found:
+        tensor.untyped_storage().resize_(0)
+    add_hint(found.value, CPU, is_prepared=True)
+    assert "tensor.detach().clone().numpy()" in "".join(notes_of(found.value))
 
 
 def test_strategies_are_no_explanation_where_none_has_prepared_a_model() -> None:

@@ -179,6 +179,16 @@ PICKLED = (
     "put into it for the run, which no file can hold. Pickle model.state_dict(), or "
     "call save_checkpoint(folder)"
 )
+SAVED_TENSORS = (
+    "if a hook of torch.autograd.graph.saved_tensors_hooks writes a tensor to a file: "
+    "under zero3, fsdp and hsdp it gets some with hooks or attributes of the run, "
+    "which no file can hold. Write its values alone: torch.save(tensor.detach(), path)"
+)
+SHARED_WITH_NUMPY = (
+    "if the loop, or a hook of torch.autograd.graph.saved_tensors_hooks, has taken "
+    ".numpy() of a parameter: numpy has the same memory then, which fsdp and hsdp free "
+    "after each pass. Take it of a copy: tensor.detach().clone().numpy()"
+)
 UNFROZEN = (
     "if the loop has unfrozen a parameter that was frozen in prepare: this strategy "
     "does not support that in bf16 or fp16. Unfreeze before prepare, in a "
@@ -305,6 +315,9 @@ OF_STRATEGIES = {
     "must be either float or double dtype": NO_KERNEL,
     r"an't pickle (local object .*(Session|DeepSpeed)|.*_fsdp_init)": PICKLED,
     "cannot pickle 'weakref": PICKLED,
+    "cannot pickle '[^']*ProcessGroup": SAVED_TENSORS,
+    "Unsupported global: GLOBAL getattr": SAVED_TENSORS,
+    "Trying to resize storage that is not resizable": SHARED_WITH_NUMPY,
     "data pointer on an invalid python storage": PARTS_IN_FILE,
     "Batching rule not implemented for c10d": FUNCTIONAL_ON_PARTS,
     "must override the setup_context staticmethod": FUNCTIONAL_ON_PARTS,
