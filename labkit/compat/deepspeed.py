@@ -32,6 +32,7 @@ _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
 _RELEASES = "_PartitionedParameterCoordinator__params_to_release"
 _BASE = "deepspeed.runtime.base_optimizer"
 _UTILS = "deepspeed.runtime.zero.utils"
+_BACKEND = "deepspeed.comm.torch:TorchBackend"
 _COMPARES = ("assert_lst_len_same_as_other_ranks", "get_lst_from_rank0")
 
 ATTRIBUTES = (
@@ -131,6 +132,20 @@ def look_at_numa_once() -> None:
     numa: Any = importlib.import_module("deepspeed.utils.numa")
     if not hasattr(numa.get_numa_cores, "cache_info"):
         numa.get_numa_cores = functools.cache(numa.get_numa_cores)
+
+
+@GATE.needs(
+    f"{_BACKEND}.get_all_gather_function", f"{_BACKEND}.get_reduce_scatter_function"
+)
+def use_new_names() -> None:
+    """Have DeepSpeed call collectives by the names that torch has for them today: those
+    of before warn, which is an error to a loop that wants warnings to be errors."""
+    backend: Any = importlib.import_module("deepspeed.comm.torch").TorchBackend
+    for name in ("all_gather", "reduce_scatter"):
+        if (new := getattr(torch.distributed, f"{name}_single", None)) is not None:
+            setattr(
+                backend, f"get_{name}_function", functools.partial(lambda of: of, new)
+            )
 
 
 @GATE.needs(f"{_OFFLOAD}:apply_to_tensors_only", f"{_UTILS}:apply_to_tensors_only")

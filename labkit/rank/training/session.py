@@ -221,8 +221,6 @@ class Session:
         ):
             for observer in self._observers:
                 watching.enter_context(observer.watching())
-            # DeepSpeed calls collectives by names that torch is about to change.
-            warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated")
             # A 1x1 convolution's gradient, which is copied once.
             warnings.filterwarnings("ignore", "Grad strides do not match bucket view")
             try:

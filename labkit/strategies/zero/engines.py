@@ -21,6 +21,7 @@ from labkit.compat.deepspeed import load
 from labkit.compat.deepspeed import look_at_numa_once
 from labkit.compat.deepspeed import look_into_objects
 from labkit.compat.deepspeed import module_count
+from labkit.compat.deepspeed import use_new_names
 from labkit.compat.torch import drop_hooks_of
 from labkit.strategies.autograd.structures import has_tensors
 from labkit.strategies.autograd.structures import map_attributes
@@ -51,6 +52,7 @@ def import_deepspeed(device: torch.device) -> Any:
         deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
     DEEPSPEED.check()
     look_at_numa_once()
+    use_new_names()
     look_into_objects(has_tensors, map_attributes)
     # It was made for a default group that may have been re-created since.
     deepspeed.comm.comm.cdb = None
