@@ -148,6 +148,24 @@ def use_new_names() -> None:
             )
 
 
+@GATE.needs(f"{_OFFLOAD}:ZeROOrderedDict.__getitem__")
+def gather_none_read(when: Callable[[], bool]) -> None:
+    """Have stage 3 gather no parameter that is read in a forward pass while `when()`,
+    as `torch.func.functional_call` reads those that it puts others in the place of."""
+    kind: Any = importlib.import_module(_OFFLOAD).ZeROOrderedDict
+    plain = kind.__getitem__
+    if hasattr(plain, "__wrapped__"):
+        return
+
+    @functools.wraps(plain)
+    def read(self: Any, name: str) -> Any:
+        if self._in_forward and when():
+            return dict.__getitem__(self, name)
+        return plain(self, name)
+
+    kind.__getitem__ = read
+
+
 @GATE.needs(f"{_OFFLOAD}:apply_to_tensors_only", f"{_UTILS}:apply_to_tensors_only")
 def look_into_objects(
     has_tensors: Callable[[Any], bool],

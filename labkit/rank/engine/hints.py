@@ -321,6 +321,7 @@ OF_STRATEGIES = {
     "data pointer on an invalid python storage": PARTS_IN_FILE,
     "Batching rule not implemented for c10d": FUNCTIONAL_ON_PARTS,
     "must override the setup_context staticmethod": FUNCTIONAL_ON_PARTS,
+    r"tried to vmap over _?Alias": FUNCTIONAL_ON_PARTS,
     "tried to vmap over (Pre|Post)BackwardFunction": FUNCTIONAL,
     "data pointer of Tensor that doesn't have storage": FUNCTIONAL_ON_SHARDS,
     r"must have the same dtype, but got (Float|float) and BFloat16": OTHER_PRECISION,
@@ -335,7 +336,7 @@ OF_STRATEGIES = {
     r"ensor on device (meta is not on|\S+ is not on the expected device meta)": (
         ON_OTHER_STAGES
     ),
-    "on meta tensors|a meta tensor|out of meta tensor": ON_OTHER_STAGES,
+    "(on|with) [Mm]eta tensors|a meta tensor|out of meta tensor": ON_OTHER_STAGES,
 }
 """As `HINTS`, where a strategy of labkit's may have prepared the model."""
 OF_ACCUMULATION = {

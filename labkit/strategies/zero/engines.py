@@ -17,12 +17,14 @@ from labkit.compat.deepspeed import GATE as DEEPSPEED
 from labkit.compat.deepspeed import OF_ENGINE
 from labkit.compat.deepspeed import drop_trace
 from labkit.compat.deepspeed import forget_passes
+from labkit.compat.deepspeed import gather_none_read
 from labkit.compat.deepspeed import load
 from labkit.compat.deepspeed import look_at_numa_once
 from labkit.compat.deepspeed import look_into_objects
 from labkit.compat.deepspeed import module_count
 from labkit.compat.deepspeed import use_new_names
 from labkit.compat.torch import drop_hooks_of
+from labkit.compat.torch import is_transformed
 from labkit.strategies.autograd.structures import has_tensors
 from labkit.strategies.autograd.structures import map_attributes
 from labkit.strategies.mesh.peers import Peers
@@ -53,6 +55,7 @@ def import_deepspeed(device: torch.device) -> Any:
     DEEPSPEED.check()
     look_at_numa_once()
     use_new_names()
+    gather_none_read(is_transformed)  # there it would end the process
     look_into_objects(has_tensors, map_attributes)
     # It was made for a default group that may have been re-created since.
     deepspeed.comm.comm.cdb = None
