@@ -1,6 +1,7 @@
 """What is refused, or brought into shape, before a strategy has changed anything."""
 
 import re
+from abc import ABC
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from labkit.checks import UnsupportedLoopError
 from labkit.strategies import STRATEGIES
 from labkit.strategies.fsdp.sharding import called_ones
 from labkit.strategies.fsdp.sharding import check_calls
+from labkit.strategies.fsdp.sharding import check_classes
 from labkit.strategies.model.materialize import move
 from labkit.strategies.model.materialize import release
 from labkit.strategies.model.states import named_states
@@ -207,6 +209,23 @@ def test_modules_that_a_loop_calls_share_no_parameter_under_fsdp() -> None:
     with pytest.raises(UnsupportedLoopError, match="ModuleList, has no forward"):
         check_calls(model)
     check_calls(nn.Sequential(embedding, head))  # which calls both in its forward
+
+
+def test_classes_that_begin_with_abc_are_refused_under_fsdp() -> None:
+    class Later(nn.Linear, ABC):
+        pass
+
+    class First(ABC, nn.Module):
+        pass
+
+    class Net(First):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    check_classes(nn.Sequential(Later(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(UnsupportedLoopError, match="those of Net cannot have one"):
+        check_classes(model := Net())
+    assert type(model) is Net
 
 
 def test_an_optimizer_without_a_step_for_parts_is_refused() -> None:

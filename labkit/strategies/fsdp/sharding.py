@@ -89,6 +89,25 @@ def check_calls(model: nn.Module) -> None:
                 )
 
 
+def check_classes(model: nn.Module) -> None:
+    """UnsupportedLoopError for a module of a class that `fully_shard` cannot make a
+    subclass of: Python does not let its instances have another class."""
+    inner = [each for unit in units(model) for each in called_ones(unit)]
+    for module in (*inner, *called_ones(model)):
+        kind = type(module)
+        try:
+            object.__setattr__(module, "__class__", type("", (FSDPModule, kind), {}))
+            object.__setattr__(module, "__class__", kind)
+        except TypeError as error:
+            raise UnsupportedLoopError(
+                f"fully_shard gives a module a subclass of its class, and those of "
+                f"{kind.__name__} cannot have one, as where a class has a base before "
+                "torch.nn.Module that has __slots__, like ABC. Let it begin with the "
+                f"module: class {kind.__name__}(torch.nn.Module, ABC), or use ddp, "
+                "zero1, zero2 or zero3"
+            ) from error
+
+
 def has_forward(module: nn.Module) -> bool:
     forward: Any = type(module).forward
     return forward is not nn.Module.forward

@@ -52,6 +52,7 @@ from labkit.strategies.fsdp.parts import version_of
 from labkit.strategies.fsdp.sharding import apply_fsdp
 from labkit.strategies.fsdp.sharding import called_ones
 from labkit.strategies.fsdp.sharding import check_calls
+from labkit.strategies.fsdp.sharding import check_classes
 from labkit.strategies.mesh.device_mesh import data_parallel_axes
 from labkit.strategies.model.shards import check_parts
 from labkit.strategies.model.shards import hand_to_optimizer
@@ -128,6 +129,7 @@ class FSDP(Prepared):
         check_fused(self.optimizer)
         check_masks(self.optimizer)
         check_calls(self.module)
+        check_classes(self.module)
         self._check_hooks(self.module.named_parameters())
         patch_dtensor()
         known = set(inspect.signature(fully_shard).parameters) - {"module", "mesh"}
