@@ -7,6 +7,7 @@ import pytest
 
 from labkit.rank.loop.loop_body import MARK
 from labkit.rank.loop.loop_body import extra_work
+from labkit.rank.loop.loop_body import kept_of_samples
 from labkit.rank.loop.loop_body import sum_over_all
 from labkit.rank.loop.loop_body import update_by_batch_size
 from labkit.rank.loop.loop_body import use_of_batch_size
@@ -300,3 +301,75 @@ def test_words_of_a_module_that_does_not_train_hide_no_use_of_a_size() -> None:
     assert use_of_batch_size(f"{PREPARE}{sizes}\n{mean}") is None
     train = f"{MARK}train\ndef train(): prepare(a, b, c, reduction='sum')"
     assert use_of_batch_size(f"{PREPARE}{sizes}\n{train}") is None
+
+
+KEEPING = """
+model, optimizer, loader = prepare(model, optimizer, data)
+kept = make()
+for step, (x, y) in enumerate(loader):
+    out = model(x)
+    {before}
+    loss = compare(out, y, kept)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "found"),
+    [
+        ("kept.append(out.detach())", "line 11: kept.append(out.detach())"),
+        ("kept = 0.9 * kept + 0.1 * y.mean()", "line 11: kept = 0.9 * kept + 0.1"),
+        ("kept = torch.cat([out, kept])[:64]", "line 11: kept = torch.cat("),
+        ("kept[at : at + len(out)] = out", "line 11: kept[at:at + len(out)] = out"),
+        ("kept += 0.1 * loss.item()", "line 11: kept += 0.1 * loss.item()"),
+        ("kept = kept.lerp(out.mean(0), 0.1)", "line 11: kept = kept.lerp("),
+        ("kept = [0.9 * a + b for a, b in zip(kept, out)]", "line 11: kept = [0.9"),
+        ("kept.mul_(0.9).add_(0.1 * out.mean(0))", "line 11: kept.mul_(0.9).add_"),
+        (
+            "with torch.no_grad():\n        mean = out.mean(0)\n"
+            "        kept.lerp_(mean, 0.1)",
+            "line 13: kept.lerp_(mean, 0.1)",
+        ),
+    ],
+)
+def test_what_a_loop_keeps_of_its_samples_is_found(after: str, found: str) -> None:
+    code = KEEPING.format(before="pass", after=after)
+    assert str(kept_of_samples(code)).startswith(found)
+    assert kept_of_samples(code + "dist.all_gather(keys, out)") is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("kept = []", "kept.append(out)"),  # of one batch
+        ("pass", "losses.append(loss.item())"),  # is not in the loss
+        ("pass", "total = 0.9 * total + 0.1 * loss.item()"),
+        ("pass", "kept = min(1.0, kept + 0.01)"),  # is of no samples
+        ("pass", "kept *= 0.9"),
+        ("out, kept = model(x, kept)", "kept = kept.detach()"),  # each sample's own
+        ("out, kept = model(x, kept)", "kept = kept * (1 - y)"),
+        ("out, kept = model(x, kept)", "kept = [each.detach() for each in kept]"),
+        ("loss = loss + 0.1 * out.mean()", "pass"),  # of several batches
+        ("weights = [w for w in kept]", "weights.append(out)"),
+    ],
+)
+def test_what_is_of_one_batch_or_none_is_not_kept(before: str, after: str) -> None:
+    assert kept_of_samples(KEEPING.format(before=before, after=after)) is None
+    assert kept_of_samples("this is no Python") is None
+
+
+def test_what_a_class_keeps_is_found() -> None:
+    code = """
+class Trainer:
+    def fit(self):
+        for x, y in self.loader:
+            loss = compare(self.model(x) - self.center, y)
+            loss.backward()
+            self.center = 0.9 * self.center + 0.1 * y.mean(0)
+            self.seen += len(x)
+"""
+    found = "line 7: self.center = 0.9 * self.center + 0.1 * y.mean(0)"
+    assert kept_of_samples(code) == found

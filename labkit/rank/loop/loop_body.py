@@ -1,5 +1,6 @@
 """Reads in a loop's text what it does for every batch besides a step, which is K times
-a step with `--accumulate K`, and where it trains with the size of its batch, a part."""
+a step with `--accumulate K`, and where it trains with the size of its batch, a part, or
+with what it keeps of such parts."""
 
 import ast
 import bisect
@@ -39,6 +40,11 @@ AVERAGE = re.compile(
 COPIES = {"detach", "clone", "item", "data", "sum", "mean"}
 
 RANK_COUNTS = {"world_size", "get_world_size", "WORLD_SIZE", "num_ranks"}
+
+KEEPING = {"append", "appendleft", "extend", "enqueue", "push"} | {
+    *("add_", "copy_", "lerp_", "mul_", "sub_")
+}
+"""Methods by which a list, a queue or a tensor is given something to keep."""
 
 EXCHANGES = ("all_reduce", "all_gather", "reduction=", ".share", "num_samples")
 """Words of a loop that knows that its batch is a part."""
@@ -364,6 +370,143 @@ def update_by_batch_size(code: str) -> str | None:
             for found in _Sizes(loop).calls():
                 return f"line {found.lineno}: {ast.unparse(found).splitlines()[0]}"
     return None
+
+
+def kept_of_samples(code: str) -> str | None:
+    """The first line by which a loop over batches keeps what it has computed of its
+    samples and makes it a part of later losses, as "line 12: queue.append(keys)"; None
+    if there is none, or if the cell exchanges anything between ranks.
+
+    That are an average of outputs, a queue of keys, a baseline. Not the state of a
+    recurrent model, which each sample has for itself.
+    """
+    tree = tree_of(code)
+    if has_exchanges(code, [word for word in EXCHANGES if word != "reduction="]):
+        return None
+    loaders = {name for node in ast.walk(tree) for name in loader_names(node)}
+    given = {
+        name
+        for node in ast.walk(tree)
+        for at in (0, 1)
+        for name in prepared_names(node, at)
+    }
+    for loop in ast.walk(tree):
+        if not isinstance(loop, ast.For) or not has_backward(loop.body):
+            continue
+        if names_in(loop.iter, loaders) or trains_on_each(loop):
+            found = _Kept(loop, given | loaders).first()
+            if found is not None:
+                return f"line {found.lineno}: {ast.unparse(found).splitlines()[0]}"
+    return None
+
+
+class _Kept:
+    """What a loop over batches keeps of them for its next rounds."""
+
+    def __init__(self, loop: ast.For, not_kept: set[str]) -> None:
+        batch = {*named_in(loop.target)}
+        if "enumerate(" in ast.unparse(loop.iter) and isinstance(
+            loop.target, ast.Tuple
+        ):
+            batch -= {getattr(loop.target.elts[0], "id", "")}
+        self._nodes = [node for part in loop.body for node in ast.walk(part)]
+        losses = {
+            name
+            for node in self._nodes
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            if node.func.attr == "backward"
+            for name in named_in(node.func.value)
+        }
+        self._of_batch, self._in_loss = set(batch), set(losses)
+        self._not_kept = not_kept | batch | losses
+        """Names of models and loaders, and those that each round sets anew."""
+        for _ in range(5):  # a name may be used above the line that sets it
+            for node in self._nodes:
+                self._follow(node)
+
+    def _follow(self, node: ast.AST) -> None:
+        if isinstance(node, ast.For):
+            of, names = {*named_in(node.iter)}, {*named_in(node.target)}
+            self._not_kept |= names
+        elif isinstance(node, ast.Assign):
+            of = {*named_in(node.value)}
+            names = {each for target in node.targets for each in named_in(target)}
+            for target in node.targets:
+                if isinstance(target, ast.Name | ast.Tuple):
+                    self._not_kept |= {*named_in(target)} - of
+            if isinstance(node.value, ast.Call) and not is_of_torch(node.value):
+                given = (n for each in node.value.args for n in named_in(each))
+                self._not_kept |= names.intersection(given)  # a recurrent state
+        else:
+            return
+        if of & self._of_batch:
+            self._of_batch |= names
+        if names & self._in_loss:
+            self._in_loss |= of
+
+    def first(self) -> ast.stmt | None:
+        """The first statement that keeps something."""
+        kept = self._in_loss - self._not_kept
+        for node in self._nodes:
+            if isinstance(node, ast.stmt) and self._keeps(node, kept):
+                return node
+        return None
+
+    def _keeps(self, node: ast.stmt, kept: set[str]) -> bool:
+        value: ast.expr
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            target, value = node.value.func, node.value
+            if not isinstance(target, ast.Attribute) or target.attr not in KEEPING:
+                return False
+        elif isinstance(node, ast.AugAssign):
+            target, value = node.target, node.value
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target, value = node.targets[0], node.value
+            is_part = isinstance(target, ast.Subscript)
+            if not is_part and not is_mixed(value, {*named_in(target)}):
+                return False
+        else:
+            return False
+        while isinstance(target, ast.Subscript | ast.Call | ast.Attribute):
+            if (
+                isinstance(target, ast.Attribute)
+                and ast.unparse(target.value) == "self"
+            ):
+                break
+            target = target.func if isinstance(target, ast.Call) else target.value
+        names = {*named_in(target)}
+        others = {*named_in(value)} - names
+        return len(names & kept) == 1 and bool(others & self._of_batch)
+
+
+def is_mixed(value: ast.expr, names: set[str]) -> bool:
+    """Whether one of these names is mixed with something by operators, or by a function
+    of torch: what any other is given may be a recurrent model's state."""
+    while isinstance(value, ast.Subscript) or (
+        isinstance(value, ast.Call)
+        and isinstance(value.func, ast.Attribute)
+        and value.func.attr in {*VIEWS, *COPIES}
+    ):
+        value = value.value if isinstance(value, ast.Subscript) else value.func.value  # type: ignore[attr-defined]
+    is_one = isinstance(value, ast.BinOp | ast.ListComp) or is_of_torch(value)
+    return is_one and bool({*named_in(value)} & names)
+
+
+def is_of_torch(value: ast.expr) -> bool:
+    """Whether it is what a function of torch returns, or a method of a tensor."""
+    if not isinstance(value, ast.Call):
+        return False
+    name = ast.unparse(value.func)
+    return name.startswith(("torch.", "F.")) or name.endswith((".lerp", ".add", ".mul"))
+
+
+def named_in(node: ast.AST) -> Iterator[str]:
+    """The variables in an expression, and the attributes of `self`."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name) and each.id != "self":
+            yield each.id
+        elif isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self":
+            yield f"self.{each.attr}"
 
 
 class _Sizes:

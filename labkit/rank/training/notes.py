@@ -4,6 +4,7 @@ with `--accumulate`, than in one process with whole batches."""
 from collections.abc import Iterator
 
 from labkit.rank.loop.loop_body import extra_work
+from labkit.rank.loop.loop_body import kept_of_samples
 from labkit.rank.loop.loop_body import sum_over_all
 from labkit.rank.loop.loop_body import update_by_batch_size
 from labkit.rank.loop.loop_body import use_of_batch_size
@@ -14,6 +15,14 @@ SIZE_OF_PART = (
     "{use}: the size of a batch in the loop is that of this rank's part, where one "
     "process has the whole batch. To train with it, sum it over the ranks first: "
     "size = torch.tensor(len(x)); dist.all_reduce(size, group=loader.group)"
+)
+KEPT_OF_PART = (
+    "{use}: what the loop keeps from batch to batch, and computes its loss with, is of "
+    "this rank's samples, where one process keeps that of all samples. Bring it "
+    "together before it is kept: an average by dist.all_reduce(mean, "
+    "op=dist.ReduceOp.AVG, group=loader.group), samples of a queue by "
+    "dist.all_gather(list, keys, group=loader.group). What it keeps of each sample for "
+    "that sample alone, and finds again on the same rank, is right as it is"
 )
 SUM_OF_SAME = (
     "{use}: under {strategy} {same} ranks have the same samples, and over all ranks "
@@ -77,6 +86,8 @@ def of_text(
     """
     if num_ranks > 1 and (use := use_of_batch_size(code)):
         yield SIZE_OF_PART.format(use=use.removesuffix(":"))
+    if num_ranks > 1 and (use := kept_of_samples(code)):
+        yield KEPT_OF_PART.format(use=use)
     if num_alike > 1 and (use := sum_over_all(code)):
         yield SUM_OF_SAME.format(use=use, strategy=strategy.name, same=num_alike)
     if options.accumulate > 1 and (work := extra_work(code)):
