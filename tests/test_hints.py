@@ -1,5 +1,6 @@
 """What is added to errors of libraries."""
 
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -9,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
@@ -203,3 +207,28 @@ def test_a_tensor_of_another_stage_is_explained() -> None:
             torch.addmm(*tensors)
         add_hint(found.value, CPU, is_prepared=True)
         assert "under pipeline a tensor between" in "".join(notes_of(found.value))
+
+
+def test_an_operator_that_has_no_shape_alone_is_explained() -> None:
+    with pytest.raises(NotImplementedError) as found:
+        torch.bincount(torch.ones(2, dtype=torch.long, device="meta"))
+    add_hint(found.value, CPU, is_prepared=True)
+    assert "under pipeline a tensor between" in "".join(notes_of(found.value))
+
+
+def test_a_checkpoint_with_a_policy_over_gathered_parameters_is_explained() -> None:
+    made = iter((False, True))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() if next(made) else x.cos()) @ x.exp()
+
+    x = torch.ones(2, 2, requires_grad=True)
+    keep = functools.partial(
+        create_selective_checkpoint_contexts,
+        lambda *_, **__: CheckpointPolicy.MUST_SAVE,
+    )
+    y = checkpoint(block, x, use_reentrant=False, context_fn=keep)
+    with pytest.raises(RuntimeError) as found:
+        y.sum().backward()
+    add_hint(found.value, CPU, is_prepared=True)
+    assert "without context_fn" in "".join(notes_of(found.value))

@@ -235,6 +235,13 @@ SEVERAL_DTYPES = (
     "Keep a complex one as torch.view_as_real(w) and use torch.view_as_complex in "
     "forward, or use ddp"
 )
+SELECTIVE = (
+    "if this is torch.utils.checkpoint with a policy "
+    "(create_selective_checkpoint_contexts) under zero3, which gathers parameters "
+    "within the checkpointed block: the policy is asked about operations of that, too, "
+    "and these are not the same in the backward pass. Call checkpoint without "
+    "context_fn, or use fsdp, ddp, zero1 or zero2"
+)
 HINTS = {
     "of a process group that no longer exists": FORMER_GROUP,
     "is not initialized in the world group map": FORMER_GROUP,
@@ -319,6 +326,7 @@ OF_STRATEGIES = {
     "Unsupported global: GLOBAL getattr": SAVED_TENSORS,
     "Trying to resize storage that is not resizable": SHARED_WITH_NUMPY,
     "data pointer on an invalid python storage": PARTS_IN_FILE,
+    "encountered during backward but not found in storage": SELECTIVE,
     "Batching rule not implemented for c10d": FUNCTIONAL_ON_PARTS,
     "must override the setup_context staticmethod": FUNCTIONAL_ON_PARTS,
     r"tried to vmap over _?Alias": FUNCTIONAL_ON_PARTS,
