@@ -19,6 +19,7 @@ from labkit.rank.loss.kind import NORMALIZED
 from labkit.rank.loss.kind import PAIRS
 from labkit.rank.loss.kind import PARTLY_SUM
 from labkit.rank.loss.kind import PENALTY_IN_SUM
+from labkit.rank.loss.kind import SORTED
 from labkit.rank.loss.kind import SUM
 from labkit.rank.loss.kind import SUM_OUTSIDE
 from labkit.rank.loss.kind import UNEVEN
@@ -153,6 +154,11 @@ def steps(x: Tensor) -> Tensor:
 
 
 RIGHT: dict[str, Loss] = {
+    "the largest of each sample": lambda x: x.square().topk(2)[0].mean(),
+    "each sample's numbers in order": lambda x: x.sort(1)[0][:, 1:].square().mean(),
+    "the hardest of each sample by itself": lambda x: added(
+        [(x[i] - T[i]).square().repeat(4).topk(3)[0].mean() / 4 for i in range(4)]
+    ),
     "cross entropy": lambda x: F.cross_entropy(x, WHOLE),
     "a fraction of it": lambda x: 0.5 * F.cross_entropy(x, WHOLE) / 3,
     "in bf16": lambda x: F.cross_entropy(x, WHOLE).to(torch.bfloat16),
@@ -400,6 +406,23 @@ NOTED: dict[str, tuple[Loss, str]] = {
     ),
     "correlations": (lambda x: torch.corrcoef(x.T).pow(2).mean(), CURVED_MEAN),
     "a Gram matrix": (lambda x: (x.T @ (x * T) / 4 - 1).pow(2).sum(), CURVED_MEAN),
+    "the hardest samples": (
+        lambda x: F.cross_entropy(x, WHOLE, reduction="none").topk(2)[0].mean(),
+        SORTED,
+    ),
+    "the hardest sample": (
+        lambda x: F.cross_entropy(x, WHOLE, reduction="none").topk(1)[0].mean(),
+        SORTED,
+    ),
+    "the hardest numbers": (
+        lambda x: (x - T).square().flatten().topk(5)[0].mean(),
+        SORTED,
+    ),
+    "all but the hardest": (
+        lambda x: F.cross_entropy(x, WHOLE, reduction="none").sort()[0][:3].mean(),
+        SORTED,
+    ),
+    "samples in order": (lambda x: F.mse_loss(x.sort(0)[0], T.sort(0)[0]), SORTED),
     "pairs and a mean": (lambda x: clip(x) + F.mse_loss(x, T), PAIRS),
 }
 

@@ -109,6 +109,8 @@ SCALED = ("Abs", "Relu", "LeakyRelu", "Maximum", "Minimum")
 """Below which it does so too, where nothing is added to what it divides."""
 PAIRED = ("Mm", "Bmm", "Cdist", "EuclideanDist")
 """What gives a number for each pair of rows of two matrices."""
+SORTED = ("Topk", "Sort")
+"""What orders numbers by their size."""
 BROADCAST = (*OFFSETS, "Mul", "Div")
 """What does so, of inputs spread to one shape."""
 PROBABILITIES = ("Softmax", "Sigmoid")
@@ -291,6 +293,21 @@ class Terms:
         if not self._is_some(pairs) and not any(self._spreads(*each) for each in near):
             return False
         return not any(_is_gathered(*each) for each in near)
+
+    def sorts_samples(self, near: list[tuple[Any, int]]) -> bool:
+        """Whether samples are put in an order, as to take the hardest of this rank."""
+        found = [each for each in near if self._is_sorted(each[0])]
+        # As many as samples: each within one sample.
+        return self._is_some(found) and not any(_is_gathered(*each) for each in near)
+
+    def _is_sorted(self, node: Any) -> bool:
+        if kind_of(node) not in SORTED:
+            return False
+        [(below, output)] = node.next_functions[:1]
+        sizes = _shape(below, output) or ()
+        is_along = _reduced(saved_number(node, "dim"), len(sizes)) == {0}
+        is_over = is_along and self._has_samples(sizes[:1])
+        return is_over and self.is_of_data(below) is True
 
     def weighted(self, root: Any) -> dict[Any, torch.Tensor]:
         """Products of mean probabilities over the samples with numbers, and these: the

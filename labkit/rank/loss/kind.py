@@ -106,6 +106,15 @@ PAIRS = (
     "the same number of samples for that: a batch size that is a multiple of the "
     "number of ranks, drop_last=True, and no --accumulate"
 )
+SORTED = (
+    "the loss puts samples in an order (topk, sort), for example to take the hardest "
+    "ones, but each rank and microbatch has only its own samples to order, and takes "
+    "as many of each: it differs from the loss of one process on the whole batch. "
+    "Bring the ranks' numbers together before: "
+    f"{all_gather_with_gradients()}(losses, 0, loader.group). Every rank needs the "
+    "same number of samples for that: a batch size that is a multiple of the number "
+    "of ranks, drop_last=True, and no --accumulate"
+)
 BALANCE = (
     "a part of the loss multiplies mean probabilities by shares of the samples, as the "
     "balance loss of a mixture of experts does (router_aux_loss_coef in transformers). "
@@ -221,6 +230,9 @@ class LossWatch:
             near = found.near(terms)
             if found.has_pairs(near):
                 return PAIRS
+            # The largest number alone is of no mean or sum.
+            if found.sorts_samples(near or found.near([Term(root, "other")])):
+                return SORTED
             if found.has_curved(terms) or found.has_products(near):
                 return CURVED_MEAN
             if found.weighs_by_counts(near):
