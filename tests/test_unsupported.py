@@ -381,6 +381,32 @@ def test_optimizers_are_tried_on_parts(
     assert history == {"steps": []}
 
 
+class Around(torch.optim.Optimizer):
+    """As a Lookahead."""
+
+    def __init__(self, within: torch.optim.Optimizer) -> None:
+        self.within = within
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.within.param_groups
+
+
+class Several(torch.optim.Optimizer):
+    def __init__(self, *within: torch.optim.Optimizer) -> None:
+        self.param_groups = [group for each in within for group in each.param_groups]
+
+
+@pytest.mark.parametrize("make", [Around, Several])
+def test_an_optimizer_around_another_is_refused_on_parts(
+    make: Callable[[torch.optim.Optimizer], torch.optim.Optimizer],
+) -> None:
+    optimizer = make(torch.optim.SGD(MODEL.parameters(), lr=0.1))
+    with pytest.raises(UnsupportedLoopError, match="wraps another optimizer"):
+        check_elementwise(optimizer, torch.device("cpu"))
+    check_elementwise(optimizer)  # has whole parameters
+
+
 def hooked() -> nn.Module:
     model = nn.Linear(4, 2)
     model.register_forward_pre_hook(lambda module, args: None)

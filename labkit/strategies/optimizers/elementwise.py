@@ -69,6 +69,13 @@ def check_elementwise(
             "this strategy a rank has only a part of it; use ddp, or an element-wise "
             "optimizer such as AdamW"
         )
+    if device is not None and not takes_groups(optimizer):
+        raise UnsupportedLoopError(
+            f"{kind.__name__} cannot be given the parts of parameters that a rank "
+            "updates under this strategy: it wraps another optimizer, whose "
+            "param_groups it has, or does not call torch.optim.Optimizer.__init__. "
+            "Give prepare the optimizer within and do the rest in the loop, or use ddp"
+        )
     if device is not None and not is_elementwise(optimizer, device, is_by_group):
         raise UnsupportedLoopError(
             f"{kind.__name__} computes an update from more than one element of a "
@@ -78,6 +85,14 @@ def check_elementwise(
             "strategy a rank has only a part of the parameters; use ddp, or an "
             "element-wise optimizer such as AdamW (to clip gradients, with --clip NORM)"
         )
+
+
+def takes_groups(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer can have other groups than its own, and be stepped as torch
+    steps those that it has made."""
+    groups = getattr(type(optimizer), "param_groups", None)
+    is_anothers = isinstance(groups, property) and groups.fset is None
+    return not is_anothers and all(hasattr(optimizer, name) for name in HOOKS_OF_STEP)
 
 
 def check_zero_grad(optimizer: torch.optim.Optimizer) -> None:
