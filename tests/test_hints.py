@@ -232,3 +232,11 @@ def test_a_checkpoint_with_a_policy_over_gathered_parameters_is_explained() -> N
         y.sum().backward()
     add_hint(found.value, CPU, is_prepared=True)
     assert "without context_fn" in "".join(notes_of(found.value))
+
+
+def test_a_list_of_the_parameters_of_all_stages_is_explained() -> None:
+    two, three = [torch.ones(2)] * 2, [torch.ones(2)] * 3
+    with pytest.raises(RuntimeError) as found:
+        torch._foreach_add_(two, three)
+    add_hint(found.value, CPU, is_prepared=True)
+    assert "of all of them" in "".join(notes_of(found.value))

@@ -242,6 +242,11 @@ SELECTIVE = (
     "and these are not the same in the backward pass. Call checkpoint without "
     "context_fn, or use fsdp, ddp, zero1 or zero2"
 )
+LISTS_OF_ALL = (
+    "if this is in an optimizer's step under pipeline, where it has the parameters of "
+    "this rank's stage alone: it keeps a list that it has made of all of them. Let it "
+    "keep what it has of a parameter in self.state[p], or use ddp"
+)
 HINTS = {
     "of a process group that no longer exists": FORMER_GROUP,
     "is not initialized in the world group map": FORMER_GROUP,
@@ -327,6 +332,7 @@ OF_STRATEGIES = {
     "Trying to resize storage that is not resizable": SHARED_WITH_NUMPY,
     "data pointer on an invalid python storage": PARTS_IN_FILE,
     "encountered during backward but not found in storage": SELECTIVE,
+    "Tensor lists must have the same number of tensors": LISTS_OF_ALL,
     "Batching rule not implemented for c10d": FUNCTIONAL_ON_PARTS,
     "must override the setup_context staticmethod": FUNCTIONAL_ON_PARTS,
     r"tried to vmap over _?Alias": FUNCTIONAL_ON_PARTS,
