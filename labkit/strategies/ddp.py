@@ -102,6 +102,8 @@ class DDP(Prepared):
         place of None, until it comes."""
         self._has_summed = False
         """Whether a pass has reduced gradients."""
+        self._given: list[tuple[nn.Parameter, weakref.ref[torch.Tensor]]] = []
+        """Gradients of parameters, as passes have left them in the buckets."""
         self._begun: Any = None
         """The reducer of the last backward pass."""
         follow(self)
@@ -214,6 +216,7 @@ class DDP(Prepared):
         is_new = ddp is not before or not self._has_summed
         if is_new and self.options.accumulate > 1:
             self._fill_gradients(used)
+        self._leave_kept()
         begin_reduction(ddp)
         if self._hook is not None:
             self._begin_residuals(used)
@@ -280,7 +283,21 @@ class DDP(Prepared):
             # a loop sets `parameter.grad.data`.
             for parameter, _ in self._accumulators:
                 if (gradient := parameter.grad) is not None:
-                    parameter.grad = gradient.detach()
+                    parameter.grad = gradient = gradient.detach()
+                    self._given.append((parameter, weakref.ref(gradient)))
+
+    def _leave_kept(self) -> None:
+        """Have gradients that were kept from a step before, by the loop or by the
+        optimizer, in memory of their own: the next ones come to the buckets."""
+        given, self._given = self._given, []
+        for parameter, reference in given:
+            gradient = reference()
+            if gradient is None:
+                continue
+            if gradient is parameter.grad:
+                self._given.append((parameter, reference))
+            else:
+                gradient.data = gradient.detach().clone()
 
     def _drop_zeroed(self, zeroed: set[int]) -> None:
         """Have no gradient of 0 where none has come on any rank: an optimizer leaves
@@ -368,6 +385,11 @@ class DDP(Prepared):
             if set_to_none:
                 groups = self.optimizer.param_groups
                 self._zeroed = {id(p) for group in groups for p in group["params"]}
+                for parameter, _ in self._accumulators:
+                    if (gradient := parameter.grad) is not None:
+                        parameter.grad = gradient.detach()  # who has kept it keeps it
+                del gradient
+                self._leave_kept()
             set_to_none = False
         super().zero_grad(set_to_none)
 
