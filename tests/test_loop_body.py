@@ -53,6 +53,14 @@ def test_other_work_is_found(work: str, found: str) -> None:
     assert extra_work(PREPARE + STEP + "    " + work) == found
 
 
+def test_a_part_of_a_stream_is_found() -> None:
+    loop = "for x, y in islice(chain.from_iterable(repeat(loader)), 9):\n"
+    found = "line 2: for x, y in islice(chain.from_iterable(repeat(loader)), 9):"
+    assert extra_work(f"{PREPARE}{loop}    loss.backward()") == found
+    by_name = "for x, y in itertools.islice(stream, 9):\n    loss.backward()"
+    assert extra_work(PREPARE + by_name) == "line 2: " + by_name.splitlines()[0]
+
+
 def test_a_number_of_rounds_is_found() -> None:
     loop = "for step in range(9):\n    x, y = next(batches)\n    optimizer.step()"
     assert extra_work(PREPARE + loop) == "line 2: for step in range(9):"

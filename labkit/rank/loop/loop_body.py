@@ -122,8 +122,9 @@ def extra_work(code: str) -> str | None:
         goes_over = isinstance(node, ast.For) and names_in(node.iter, loaders)
         is_trained_in = trains_on_each(node)
         if takes_batches(node, loaders) or is_trained_in:
-            is_zipped = goes_over and "zip(" in ast.unparse(node).splitlines()[0]
-            is_counted = is_zipped or not (goes_over or is_trained_in)
+            head = ast.unparse(node).splitlines()[0]
+            is_cut = (goes_over and "zip(" in head) or "islice(" in head
+            is_counted = is_cut or not (goes_over or is_trained_in)
             found = node if is_counted else next(unusual(node.body, models), None)
             if found is not None:
                 first = ast.unparse(found).splitlines()[0]
