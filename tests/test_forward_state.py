@@ -37,6 +37,17 @@ class Counting(nn.Module):
         return result
 
 
+class Drawing(nn.Linear):
+    """Draws from a generator of its own, as a layer that is left out at random."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.rand(1, generator=self.generator)
+
+
 def prepare(model: nn.Module, accumulate: int) -> tuple[PreparedOptimizer, list[str]]:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     prepared = Prepared(
@@ -52,6 +63,8 @@ def prepare(model: nn.Module, accumulate: int) -> tuple[PreparedOptimizer, list[
     [
         (Counting(), 2, ["forward changes count (and 1 more): with --accumulate 2"]),
         (Counting(), 1, []),
+        (Drawing(), 2, ["forward changes generator: with --accumulate 2"]),
+        (Drawing(), 1, []),
         (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 2, [BATCHNORM]),
         (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), 1, []),
         (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval()), 2, []),

@@ -135,12 +135,15 @@ class ForwardState:
         }
 
     def _numbers(self) -> dict[str, str]:
-        """Those among the attributes of modules."""
+        """Those among the attributes of modules, and what generators draw next."""
         return {
-            prefix + name: str(value)
+            prefix + name: bytes(value.get_state().tolist()).hex()
+            if isinstance(value, torch.Generator)
+            else str(value)
             for prefix, module in self._modules
             for name, value in vars(module).items()
-            if type(value) in (int, float) and not name.startswith(NOT_COUNTED)
+            if type(value) in (int, float, torch.Generator)
+            and not name.startswith(NOT_COUNTED)
         }
 
 
