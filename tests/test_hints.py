@@ -32,6 +32,7 @@ CPU = torch.device("cpu")
     [
         lambda gradients: gradients[0].norm(),
         lambda gradients: gradients[0] * 0.5,
+        lambda gradients: gradients[0] - gradients[1],
         lambda gradients: torch.zeros_like(gradients[0]),
         lambda gradients: torch.stack([g for g in gradients if g is not None]),
         lambda gradients: torch._foreach_mul_([g for g in gradients if g], 0.5),

@@ -275,7 +275,7 @@ HINTS = {
 """What is found in an error's message -> what is added to it. One without a message
 stands for itself: its kind, and the module that raised it."""
 
-_TERM = r"'(\w*Tensor|\w*Parameter|float|int)'"
+_TERM = r"'(\w*Tensor|\w*Parameter|float|int|NoneType)'"
 """What a gradient that is None is added to or multiplied by, as an error names it."""
 
 OF_STRATEGIES = {
