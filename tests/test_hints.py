@@ -189,13 +189,17 @@ def test_several_dtypes_in_a_block_are_explained() -> None:
             "buffers, and the inputs of a part",
         ),
         (
+            lambda: torch.nn.LSTM(2, 2, dtype=torch.bfloat16)(torch.ones(1, 2)),
+            "the inputs of a part or of another method",
+        ),
+        (
             lambda: torch.ones(2, dtype=torch.bfloat16).numpy(),
             "write tensor.detach().float().cpu().numpy()",
         ),
     ],
 )
 def test_a_dtype_of_precision_is_explained(use: Callable[[], Any], hint: str) -> None:
-    with pytest.raises((RuntimeError, TypeError)) as found:
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as found:
         use()
     add_hint(found.value, CPU, is_prepared=True)
     assert hint in "".join(notes_of(found.value))

@@ -305,6 +305,7 @@ OF_STRATEGIES = {
     rf"unsupported operand .*('NoneType' and {_TERM}|{_TERM} and 'NoneT)": PARTIAL_SUMS,
     r"Skip calling `torch.compiler.disable\(\)`d function": WHOLE_GRAPH,
     "expected dtype float for `end` but got dtype": OTHER_PRECISION,
+    r"input dtype \(\S+float32\) does not match weight dtype": OTHER_PRECISION,
     r"size of tensor a \(0\) must match": TWICE,
     r"vars\(\) argument must have __dict__ attribute": UNKNOWN_OUTPUT,
     r"'(int|tuple|bool|float)' object has no attribute 'startswith'": UNKNOWN_OUTPUT,
