@@ -12,6 +12,7 @@ from collections.abc import Iterator
 PLAIN_CALLS = {
     *("zero_grad", "backward", "step", "train", "eval", "log", "requires_grad_"),
     *("clip_grad_norm_", "clip_grad_value_", "item"),
+    *("breakpoint", "set_trace", "input"),
     *("print", "write", "set_description", "set_postfix", "set_postfix_str", "update"),
 }
 """What a call in a loop's body may do as often as there are microbatches."""
