@@ -1,7 +1,10 @@
 """Typing for ranks: `input`, breakpoints, and the debugger where a cell fails."""
 
+import os
 import re
+import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -86,7 +89,7 @@ def test_a_command_goes_to_all_ranks_at_the_breakpoint(kernel: Kernel) -> None:
 
 
 def test_a_command_can_be_for_one_rank(kernel: Kernel) -> None:
-    lines = "1: p y", "7: p y", "0: c", "1: c"
+    lines = "1:p y", "7: p y", "0: c", "1: c"
     reply, prompts, said = typing(kernel, BREAKS, *lines)
     assert reply.status == "ok"
     assert prompts == [*["[ranks 0-1] ipdb> "] * 3, "[rank 1] ipdb> "]
@@ -104,6 +107,126 @@ def test_the_cell_can_be_ended_at_a_breakpoint(
     assert reply.error["ename"] == "Interrupted"
     assert "every rank keeps its variables" in reply.error["evalue"]
     assert kernel.run("%%dist\nprint(total)").stdout == "[ranks 0-1] kept\n"
+    assert_all_is_well(kernel)
+
+
+@pytest.mark.parametrize("line", ["EOF", "quit()", "p 1;; q"])
+def test_other_words_for_q_end_the_cell_too(kernel: Kernel, line: str) -> None:
+    reply, _, _ = typing(kernel, BREAKS, line)
+    assert "stopped at line 5" in reply.error["evalue"]
+    assert "BdbQuit" not in reply.error["evalue"]
+    assert_all_is_well(kernel)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "breakpoint()",
+        "while True:\n    try: input()\n    except KeyboardInterrupt: pass",
+    ],
+    ids=["interact", "a loop"],
+)
+def test_the_button_ends_what_asks_again_when_interrupted(
+    kernel: Kernel, cell: str
+) -> None:
+    lines = ["interact", "2 + 2"] if cell == "breakpoint()" else []
+    reply, _, _ = typing(kernel, f"%%dist\n{cell}", *lines)
+    assert reply.error["ename"] == "Interrupted"
+    assert "every rank keeps its variables" in reply.error["evalue"]
+    assert_all_is_well(kernel)
+
+
+def test_a_breakpoints_commands_are_typed_in_its_own_prompt(kernel: Kernel) -> None:
+    lines = ["b 6", "commands", "p y", "c", "c"]
+    reply, prompts, said = typing(kernel, BREAKS, *lines)
+    assert prompts[2] == "[ranks 0-1] (com) "
+    assert "tensor([6.])" in said
+    assert reply.status == "ok"
+    reply, _, said = typing(kernel, BREAKS, "commands")
+    assert reply.error["ename"] == "Interrupted"
+    assert_all_is_well(kernel)
+
+
+def test_a_debugger_within_the_debugger_takes_commands_too(kernel: Kernel) -> None:
+    lines = ["debug double(3)", "1: p rank", "0: p rank", "q"]
+    reply, prompts, said = typing(kernel, BREAKS, *lines)
+    assert prompts[1:] == ["[ranks 0-1] (ipdb>) "] * 3
+    assert "[rank 1] 1\n" in said
+    assert reply.error["ename"] == "Interrupted"
+
+
+def test_n_goes_from_one_statement_of_the_cell_to_the_next(kernel: Kernel) -> None:
+    cell = (
+        "%%dist\nbreakpoint()\ntwo = 2\nfor each in range(1):\n    three = 3\n"
+        "%time four = 4\nfive = 5"
+    )
+    reply, _, said = typing(kernel, cell, *["n"] * 7)
+    assert reply.status == "ok"
+    stops = re.findall(r"^[^(\n]*\w+/(\d+)\.py\((\d+)\)<module>", said, re.MULTILINE)
+    assert [int(line) for _, line in stops] == [2, 3, 4, 5, 4, 6, 7]
+    assert "interactiveshell" not in said
+    assert said.count("--Return--") <= 1  # of breakpoint() itself
+
+
+def test_an_interrupt_after_c_opens_no_debugger(kernel: Kernel) -> None:
+    cell = (
+        "%%dist\nimport pdb, time\ndef wait():\n    pdb.set_trace()\n"
+        "    print('wai' + 'ts', flush=True)\n    while True: time.sleep(0.01)\nwait()"
+    )
+
+    def interrupt_once_waiting(message: dict[str, Any]) -> None:
+        if "waits" in message["content"].get("text", ""):
+            kernel.manager.interrupt_kernel()
+
+    reply = kernel.run(cell, on_message=interrupt_once_waiting, on_input=lambda _: "c")
+    assert reply.error["ename"] == "Interrupted"
+    assert "Program interrupted" not in reply.stdout
+    assert_all_is_well(kernel)
+
+
+@pytest.mark.parametrize(
+    ("line", "lines"),
+    [
+        ("breakpoint()", ["p seen", "c"]),
+        ("breakpoint()", ["p seen", "q"]),
+        ("breakpoint()", ["p seen", "n", "n", "n"]),
+        ("1 / 0", ["p seen", "q"]),
+    ],
+)
+def test_nothing_is_kept_of_what_a_debugger_has_shown(
+    kernel: Kernel, line: str, lines: list[str]
+) -> None:
+    kernel.run("%%dist\n%pdb on")
+    cell = (
+        "%%dist\nimport weakref\ndef look():\n    seen = torch.ones(3)\n"
+        f"    global ref\n    ref = weakref.ref(seen)\n    {line}\n    done = 1\nlook()"
+    )
+    _, _, said = typing(kernel, cell, *lines)
+    kernel.run("%%dist\n%pdb off")
+    assert "tensor([1., 1., 1.])" in said
+    after = kernel.run("%%dist\nprint(ref() is None, '__return__' in globals())")
+    assert after.stdout == "[ranks 0-1] True False\n"
+
+
+def test_a_rank_that_is_not_at_the_prompt_is_named(kernel: Kernel) -> None:
+    cell = "%%dist\nif rank == 0: breakpoint()\ndist.barrier()"
+    reply, _, _ = typing(kernel, cell, "1: p rank", "c")
+    assert "rank 1 cannot take a command now; at the prompt: rank 0" in reply.stderr
+    assert reply.status == "ok"
+
+
+def test_a_rank_dies_while_it_is_asked(kernel: Kernel) -> None:
+    pids = kernel.run("%%dist\nimport os\nprint(os.getpid())").stdout
+    victim = int(re.findall(r"rank 1\] (\d+)", pids)[0])
+
+    def kill(prompt: str) -> str:
+        os.kill(victim, signal.SIGKILL)
+        return "p y"
+
+    reply = kernel.run(BREAKS.strip(), on_input=kill)
+    assert reply.error["ename"] == "RankError"
+    assert "rank 1: the process died" in reply.error["evalue"]
+    kernel.run("%dist_restart")
     assert_all_is_well(kernel)
 
 
@@ -161,7 +284,7 @@ def test_other_debuggers_ask_too(
 
 def test_a_training_loop_goes_on_from_its_breakpoint(kernel: Kernel) -> None:
     cell = """
-%%dist_train fsdp --timeout 60
+%%dist_train fsdp --timeout 60 --accumulate 2
 import torch.nn.functional as F
 from labkit.data import digits
 from labkit.models import mlp
@@ -181,6 +304,7 @@ for n, (x, y) in enumerate(loader):
     assert reply.status == "ok"
     assert prompts == ["[ranks 0-1] ipdb> "] * 3
     assert "[ranks 0-1] 10\n" in said
+    assert "breakpoint" not in reply.stderr  # it is no part of a step
 
 
 @pytest.mark.parametrize("kind", ["a thread", "a DataLoader's worker"])
@@ -197,6 +321,8 @@ def test_nobody_can_type_for_what_no_interrupt_reaches(
     reply, prompts, _ = typing(kernel, f"%%dist\n{code}")
     assert reply.status == "ok"
     assert prompts == []
+    if kind == "a thread":
+        assert "only the main thread of a rank can ask you" in reply.stderr
     assert_all_is_well(kernel)
 
 

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import pdb
 import sys
 from collections.abc import Callable
 from collections.abc import Iterable
@@ -140,6 +141,14 @@ def allows_input() -> bool | None:
 
     kernel = getattr(get_ipython(), "kernel", None)
     return None if kernel is None else bool(kernel._allow_stdin)
+
+
+def drop_debuggers(shell: Any) -> None:
+    """Drop the debuggers that IPython keeps for the next error, and Python, since
+    3.13, for the next `set_trace`."""
+    shell.InteractiveTB.pdb = None
+    if hasattr(pdb.Pdb, "_last_pdb_instance"):
+        pdb.Pdb._last_pdb_instance = None
 
 
 @contextlib.contextmanager

@@ -364,9 +364,13 @@ class CellExecution:
         began = time.monotonic()
         self._output.finish()
         self._listener.before_question()
+        if self.should_end:  # in the meantime
+            return
         if not self._keyboard.ask():
             self.had_sigint = True
             self.interrupt()
+            # Ranks at the prompt take no step, and so end after none alike.
+            self.stop_policy.stop(time.monotonic())
         if self.stop_policy.deadline is not None:
             self.stop_policy.deadline += time.monotonic() - began
         self._watch.saw_life()

@@ -24,8 +24,8 @@ HOW = (
     "h lists the commands, c continues; q, or the stop button, ends the cell on every "
     "rank, with variables kept"
 )
-_ADDRESSED = re.compile(r"\s*(all|\d[\d\s,-]*):\s(.*)", re.DOTALL)
-_QUITS = ("q", "quit", "exit")
+_ADDRESSED = re.compile(r"\s*(all(?=:\s)|\d[\d\s,-]*):\s*(.*)", re.DOTALL)
+_QUITS = re.compile(r"\s*(q|quit|exit|EOF)\s*(\(\s*\))?\s*")
 
 Answer = Callable[[int, int, str], object]
 """Sends (rank, the question's number, the line)."""
@@ -70,6 +70,7 @@ class Keyboard:
     def __init__(self, ranks: Collection[int], answer: Answer) -> None:
         self._answer = answer
         self._asked: dict[int, Question] = {}
+        self._num_ranks = max(ranks) + 1
         self._awaited = set(ranks)
         """Those that may ask in a moment, as they were answered together."""
         self._since = 0.0
@@ -117,7 +118,7 @@ class Keyboard:
                 say(f"{error}")
                 continue
             kinds = {self._asked[rank].kind for rank in ranks}
-            if line.strip() in _QUITS and COMMAND in kinds:
+            if _QUITS.fullmatch(line) and COMMAND in kinds:
                 return False
             self._send(ranks, line)
             return True
@@ -126,7 +127,7 @@ class Keyboard:
         """The ranks that a line is for, and the rest of it."""
         if (found := _ADDRESSED.fullmatch(line)) is None or found[1] == "all":
             return [*there], line if found is None else found[2]
-        ranks = parse_ranks(found[1].strip(), max(there) + 1)
+        ranks = parse_ranks(found[1].strip(), self._num_ranks)
         if away := set(ranks).difference(there):
             raise ValueError(
                 f"{format_ranks(away)} cannot take a command now; at the prompt: "

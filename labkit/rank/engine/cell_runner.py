@@ -1,6 +1,7 @@
 """Runs one cell on this rank: gives it its names, and reports how it ended."""
 
 import asyncio
+import bdb
 import builtins
 import contextlib
 import functools
@@ -250,6 +251,7 @@ class CellRunner:
         self._depth = max(0, self._depth - 1)
         if self._depth > 0 or self._spec is None:
             return
+        self._keyboard.end_code()
         error = (
             self._begin_error
             or result.error_before_exec
@@ -323,7 +325,8 @@ class CellRunner:
 
     def _status(self, error: BaseException) -> str:
         stopped = (
-            isinstance(error, KeyboardInterrupt) or self._interrupts.was_interrupted()
+            isinstance(error, KeyboardInterrupt | bdb.BdbQuit)
+            or self._interrupts.was_interrupted()
         )
         return "interrupted" if stopped else "error"
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import pdb
 import selectors
 import signal
 import sys
@@ -58,6 +59,8 @@ class CellInterrupts:
         self._stopping_since = 0.0
         self._cancel: Callable[[], object] = lambda: None
         """Ends what a cell awaits."""
+        # Its own, which a debugger installs at `c`, would ask the user once more.
+        pdb.Pdb.sigint_handler = self._on_sigint  # type: ignore[method-assign, assignment]
         self._sigterm_when_idle = signal.getsignal(signal.SIGTERM)
         self._show_unraisable = sys.unraisablehook
         sys.unraisablehook = self._on_unraisable
