@@ -1,4 +1,4 @@
-"""Hooks for the gradients of parameters: noted, or refused."""
+"""Gradients of parameters: hooks for them, and a list of them that a loop keeps."""
 
 import pytest
 from torch import nn
@@ -147,3 +147,22 @@ def test_a_refused_run_leaves_a_former_runs_model_to_its_strategy(lab: Lab) -> N
     with pytest.raises(RankError, match="--sync-batchnorm: Norm has a forward"):
         lab.train("ddp", PREPARE, live=False, sync_batchnorm=True)
     lab.run(BACKWARD)
+
+
+def test_a_list_of_gradients_has_those_of_each_step(lab: Lab) -> None:
+    """Where they are set to 0, and not to None, they are the same tensors."""
+    keep = """
+kept = None
+for epoch in range(2):
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        kept = kept or [p.grad for p in model.parameters()]
+        now = [p.grad for p in model.parameters()]
+        are_same = [a is b and torch.equal(a, b) for a, b in zip(kept, now)]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        are_zero = [not each.any() for each in kept]
+"""
+    train(lab, "ddp", SET_UP, PREPARE, keep)
+    assert lab.pull("are_same", "all") == [[True] * 4] * 2
+    assert lab.pull("are_zero", "all") == [[True] * 4] * 2

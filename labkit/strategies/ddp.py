@@ -104,6 +104,8 @@ class DDP(Prepared):
         """Whether a pass has reduced gradients."""
         self._given: list[tuple[nn.Parameter, weakref.ref[torch.Tensor]]] = []
         """Gradients of parameters, as passes have left them in the buckets."""
+        self._going_on: dict[int, torch.Tensor] = {}
+        """By id of their parameters, those that this pass adds to."""
         self._begun: Any = None
         """The reducer of the last backward pass."""
         follow(self)
@@ -282,20 +284,29 @@ class DDP(Prepared):
             # The reducer's own views of its buckets must stay what they are, also where
             # a loop sets `parameter.grad.data`.
             for parameter, _ in self._accumulators:
-                if (gradient := parameter.grad) is not None:
-                    parameter.grad = gradient = gradient.detach()
-                    self._given.append((parameter, weakref.ref(gradient)))
+                if (gradient := parameter.grad) is None:
+                    continue
+                given = self._going_on.get(id(parameter))
+                if given is None:
+                    given = gradient.detach()
+                    self._given.append((parameter, weakref.ref(given)))
+                elif given is not gradient:  # it is in another bucket now
+                    given.data = gradient
+                parameter.grad = given
+            self._going_on.clear()
 
     def _leave_kept(self) -> None:
         """Have gradients that were kept from a step before, by the loop or by the
         optimizer, in memory of their own: the next ones come to the buckets."""
         given, self._given = self._given, []
+        self._going_on.clear()
         for parameter, reference in given:
             gradient = reference()
             if gradient is None:
                 continue
             if gradient is parameter.grad:
                 self._given.append((parameter, reference))
+                self._going_on[id(parameter)] = gradient
             else:
                 gradient.data = gradient.detach().clone()
 
