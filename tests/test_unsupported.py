@@ -228,6 +228,25 @@ def test_classes_that_begin_with_abc_are_refused_under_fsdp() -> None:
     assert type(model) is Net
 
 
+def test_a_class_does_not_hear_of_the_look_at_it() -> None:
+    """Some register their subclasses by name, and take none of a name twice."""
+    found: list[str] = []
+
+    class Layer(nn.Module):
+        def __init_subclass__(cls, *, kind: str) -> None:
+            found.append(kind)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    class Block(Layer, kind="block"):
+        pass
+
+    check_classes(model := nn.Sequential(Block(), Block()))
+    assert found == ["block"]
+    assert [type(each) for each in model] == [Block, Block]
+
+
 def test_an_optimizer_without_a_step_for_parts_is_refused() -> None:
     parameters = [*nn.Linear(3, 2).parameters()]
     check_masks(torch.optim.Adam(parameters))

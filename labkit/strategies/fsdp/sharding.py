@@ -89,14 +89,23 @@ def check_calls(model: nn.Module) -> None:
                 )
 
 
+class Unannounced:
+    """Before a class among the bases: that does not hear of the subclass, which it may
+    register, or refuse, in `__init_subclass__`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
+
+
 def check_classes(model: nn.Module) -> None:
     """UnsupportedLoopError for a module of a class that `fully_shard` cannot make a
     subclass of: Python does not let its instances have another class."""
     inner = [each for unit in units(model) for each in called_ones(unit)]
-    for module in (*inner, *called_ones(model)):
-        kind = type(module)
+    of_kinds = {type(module): module for module in (*inner, *called_ones(model))}
+    for kind, module in of_kinds.items():
         try:
-            object.__setattr__(module, "__class__", type("", (FSDPModule, kind), {}))
+            found = type("", (Unannounced, FSDPModule, kind), {})
+            object.__setattr__(module, "__class__", found)
             object.__setattr__(module, "__class__", kind)
         except TypeError as error:
             raise UnsupportedLoopError(
