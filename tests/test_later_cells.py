@@ -635,6 +635,36 @@ train(model, optimizer, loader)
         lab.run(reads)
 
 
+@pytest.mark.parametrize("strategy", ["zero2", "pipeline"])
+def test_a_snapshot_of_the_states_has_their_values(lab: Lab, strategy: str) -> None:
+    """Made by torch's trees, or as Accelerate makes one of the same types."""
+    code = MAKE + PREPARE.format(size=16).replace("=0.1", "=0.1, momentum=0.9")
+    kept = """
+from torch.utils._pytree import tree_map_only
+
+def numbers(saved):
+    states = [each for state in saved["state"].values() for each in state.values()]
+    return torch.cat([each.flatten() for each in states if torch.is_tensor(each)])
+
+def copied(saved):
+    if isinstance(saved, dict):
+        return type(saved)({key: copied(each) for key, each in saved.items()})
+    return saved.clone() if torch.is_tensor(saved) else saved
+
+first = optimizer.state_dict()
+saved = [tree_map_only(torch.Tensor, torch.clone, first), copied(first)]
+before = numbers(first).clone()
+train(model, optimizer, loader)
+are_as_before = [torch.equal(numbers(each), before) for each in saved]
+for each in saved:
+    optimizer.load_state_dict(each)
+is_back = torch.equal(numbers(optimizer.state_dict()), before)
+"""
+    lab.train(strategy, code + kept, live=False)
+    assert lab.pull("are_as_before", "all") == [[True, True]] * 2
+    assert lab.pull("is_back", "all") == [True, True]
+
+
 TRAIN = "train(model, optimizer, loader)"
 KEPT = """
 best, kept = [9.0, 0.1][rank], None

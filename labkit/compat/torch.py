@@ -55,6 +55,7 @@ with GATE.imports():
     from torch.utils._python_dispatch import (
         is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
     )
+    from torch.utils._pytree import register_pytree_node as register_pytree_node
     from torch.utils._pytree import tree_flatten as tree_flatten
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map as tree_map
@@ -76,6 +77,7 @@ __all__ = [
     "is_functorch_wrapped",
     "is_traceable_wrapper_subclass",
     "no_dispatch",
+    "register_pytree_node",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

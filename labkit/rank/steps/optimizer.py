@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import short_repr
+from labkit.compat.torch import register_pytree_node
 from labkit.compat.torch import unscaled_before_step
 from labkit.rank.steps.forward_state import ForwardState
 from labkit.rank.steps.forward_state import differing
@@ -466,14 +467,16 @@ class StepProgress:
 
 class StatesOfPart(dict[Any, Any]):
     """In a state dict, of parameters of which this rank has not all. A file has it as a
-    plain one."""
+    plain one, and so has what a loop or a library makes of it."""
 
-    def __init__(self, found: Mapping[Any, Any], why: str) -> None:
+    def __init__(self, found: Mapping[Any, Any], why: str = "") -> None:
+        """Without `why`, as where Accelerate makes one of the same type, all is read as
+        from a plain one."""
         super().__init__(found)
         self._why = why
 
     def __missing__(self, key: Any) -> Any:
-        raise UnsupportedLoopError(self._why)
+        raise UnsupportedLoopError(self._why) if self._why else KeyError(key)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Of the kinds of dicts that torch.load takes without weights_only=False.
@@ -488,9 +491,18 @@ class FlatState(StatesOfPart):
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
-        if isinstance(found, torch.Tensor) and found.dim():
+        if self._why and isinstance(found, torch.Tensor) and found.dim():
             raise UnsupportedLoopError(self._why)
         return found
+
+
+for kind in (StatesOfPart, FlatState):
+    # Else tree_map takes one for a leaf, and a snapshot has the tensors themselves.
+    register_pytree_node(
+        kind,
+        lambda states: ([*states.values()], [*states]),
+        lambda values, keys: dict(zip(keys, values, strict=True)),
+    )
 
 
 class StateInParts(MutableMapping[Any, Any]):
