@@ -336,6 +336,9 @@ for step, (x, y) in enumerate(loader):
         ("kept = kept.lerp(out.mean(0), 0.1)", "line 11: kept = kept.lerp("),
         ("kept = [0.9 * a + b for a, b in zip(kept, out)]", "line 11: kept = [0.9"),
         ("kept.mul_(0.9).add_(0.1 * out.mean(0))", "line 11: kept.mul_(0.9).add_"),
+        ("kept['mean'] = 0.9 * kept['mean'] + y.mean()", "line 11: kept['mean'] = 0.9"),
+        ("kept[:8].copy_(out)", "line 11: kept[:8].copy_(out)"),
+        ("kept.copy_(0.9 * kept + out.mean(0))", "line 11: kept.copy_(0.9 * kept"),
         (
             "with torch.no_grad():\n        mean = out.mean(0)\n"
             "        kept.lerp_(mean, 0.1)",
@@ -353,6 +356,12 @@ def test_what_a_loop_keeps_of_its_samples_is_found(after: str, found: str) -> No
     ("before", "after"),
     [
         ("kept = []", "kept.append(out)"),  # of one batch
+        ("kept: list = []", "kept.append(out)"),
+        ("kept.clear()", "kept.append(out)"),
+        ("del kept[:]", "kept.append(out)"),
+        ("kept.zero_()", "kept.add_(out.mean(0))"),
+        ("kept.copy_(x)", "pass"),
+        ("kept['task'] = out.mean()", "pass"),
         ("pass", "losses.append(loss.item())"),  # is not in the loss
         ("pass", "total = 0.9 * total + 0.1 * loss.item()"),
         ("pass", "kept = min(1.0, kept + 0.01)"),  # is of no samples

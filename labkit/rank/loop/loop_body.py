@@ -47,6 +47,9 @@ KEEPING = {"append", "appendleft", "extend", "enqueue", "push"} | {
 }
 """Methods by which a list, a queue or a tensor is given something to keep."""
 
+EMPTYING = {"clear", "zero_"}
+"""Methods after which it has nothing of the rounds before."""
+
 EXCHANGES = ("all_reduce", "all_gather", "reduction=", ".share", "num_samples")
 """Words of a loop that knows that its batch is a part."""
 
@@ -430,6 +433,13 @@ class _Kept:
         if isinstance(node, ast.For):
             of, names = {*named_in(node.iter)}, {*named_in(node.target)}
             self._not_kept |= names
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            of, names = {*named_in(node.value)}, {*named_in(node.target)}
+            if isinstance(node.target, ast.Name):
+                self._not_kept |= names - of
+        elif isinstance(node, ast.Call | ast.Delete):
+            self._not_kept |= emptied_by(node)
+            return
         elif isinstance(node, ast.Assign):
             of = {*named_in(node.value)}
             names = {each for target in node.targets for each in named_in(target)}
@@ -460,11 +470,15 @@ class _Kept:
             target, value = node.value.func, node.value
             if not isinstance(target, ast.Attribute) or target.attr not in KEEPING:
                 return False
+            if target.attr == "copy_" and not isinstance(target.value, ast.Subscript):
+                of = {*named_in(target.value)}
+                if not any(of & {*named_in(each)} for each in node.value.args):
+                    return False  # all of it is set anew
         elif isinstance(node, ast.AugAssign):
             target, value = node.target, node.value
         elif isinstance(node, ast.Assign) and len(node.targets) == 1:
             target, value = node.targets[0], node.value
-            is_part = isinstance(target, ast.Subscript)
+            is_part = isinstance(target, ast.Subscript) and not is_named(target)
             if not is_part and not is_mixed(value, {*named_in(target)}):
                 return False
         else:
@@ -479,6 +493,24 @@ class _Kept:
         names = {*named_in(target)}
         others = {*named_in(value)} - names
         return len(names & kept) == 1 and bool(others & self._of_batch)
+
+
+def emptied_by(node: ast.Call | ast.Delete) -> set[str]:
+    """The names that have nothing in them any more, as by `losses.clear()`."""
+    found: list[ast.expr] = []
+    if isinstance(node, ast.Delete):
+        parts = [each for each in node.targets if isinstance(each, ast.Subscript)]
+        found += [each.value for each in parts if ast.unparse(each.slice) == ":"]
+    elif isinstance(node.func, ast.Attribute) and node.func.attr in EMPTYING:
+        found.append(node.func.value)
+    whole = [each for each in found if isinstance(each, ast.Name | ast.Attribute)]
+    return {name for each in whole for name in named_in(each)}
+
+
+def is_named(target: ast.Subscript) -> bool:
+    """Whether this is an element with a name, as of a dict of losses."""
+    key = target.slice
+    return isinstance(key, ast.Constant) and isinstance(key.value, str)
 
 
 def is_mixed(value: ast.expr, names: set[str]) -> bool:
