@@ -143,9 +143,8 @@ def use_new_names() -> None:
     backend: Any = importlib.import_module("deepspeed.comm.torch").TorchBackend
     for name in ("all_gather", "reduce_scatter"):
         if (new := getattr(torch.distributed, f"{name}_single", None)) is not None:
-            setattr(
-                backend, f"get_{name}_function", functools.partial(lambda of: of, new)
-            )
+            # Not a partial, which is a method from Python 3.14 on, and warns in 3.13.
+            setattr(backend, f"get_{name}_function", staticmethod(lambda new=new: new))
 
 
 @GATE.needs(f"{_OFFLOAD}:ZeROOrderedDict.__getitem__")
