@@ -424,7 +424,7 @@ class _Kept:
         }
         self._of_batch, self._in_loss = set(batch), set(losses)
         self._not_kept = not_kept | batch | losses
-        """Names of models and loaders, and those that each round sets anew."""
+        """Names of models and loaders, and those that each round sets again."""
         for _ in range(5):  # a name may be used above the line that sets it
             for node in self._nodes:
                 self._follow(node)
@@ -473,7 +473,7 @@ class _Kept:
             if target.attr == "copy_" and not isinstance(target.value, ast.Subscript):
                 of = {*named_in(target.value)}
                 if not any(of & {*named_in(each)} for each in node.value.args):
-                    return False  # all of it is set anew
+                    return False  # all of it is set again
         elif isinstance(node, ast.AugAssign):
             target, value = node.target, node.value
         elif isinstance(node, ast.Assign) and len(node.targets) == 1:
