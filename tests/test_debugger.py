@@ -75,6 +75,13 @@ def test_input_is_asked_once_for_all_ranks_that_ask_the_same(kernel: Kernel) -> 
     assert prompts == ["[rank 0] of 0? ", "[rank 1] of 1? "]
     assert "[rank 0] a\n" in said
     assert "[rank 1] b\n" in said
+    # A secret is asked for by itself.
+    cell = (
+        "%%dist\nimport getpass\nprint((getpass.getpass if rank else input)('key? '))"
+    )
+    _, prompts, said = typing(kernel, cell, "a", "b")
+    assert prompts == ["[rank 0] key? ", "[rank 1] key? "]
+    assert "[rank 1] b\n" in said
 
 
 def test_a_command_goes_to_all_ranks_at_the_breakpoint(kernel: Kernel) -> None:

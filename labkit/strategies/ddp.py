@@ -397,9 +397,8 @@ class DDP(Prepared):
                 groups = self.optimizer.param_groups
                 self._zeroed = {id(p) for group in groups for p in group["params"]}
                 for parameter, _ in self._accumulators:
-                    if (gradient := parameter.grad) is not None:
-                        parameter.grad = gradient.detach()  # who has kept it keeps it
-                del gradient
+                    if parameter.grad is not None:  # who has kept it keeps it
+                        parameter.grad = parameter.grad.detach()
                 self._leave_kept()
             set_to_none = False
         super().zero_grad(set_to_none)

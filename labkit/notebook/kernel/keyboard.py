@@ -98,7 +98,8 @@ class Keyboard:
         try:
             if first.kind in COMMANDS:
                 return self._ask_for_command(first.text)
-            same = [r for r, each in self._asked.items() if each.text == first.text]
+            asked = first.text, first.kind  # a secret is shown to nobody
+            same = [r for r, q in self._asked.items() if (q.text, q.kind) == asked]
             prompt = f"[{format_ranks(same)}] {first.text}"
             self._send(same, read_line(prompt, is_secret=first.kind == SECRET))
         except (KeyboardInterrupt, EOFError):
