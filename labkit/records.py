@@ -105,6 +105,11 @@ STEP_MARK = "ProfilerStep#{}"
 """The range of a trace that a step takes; TensorBoard knows it by this name."""
 DATA_MARK = "labkit: next batch"
 """The range in which the loop waits for a batch."""
+COMPARISON = "labkit's comparison"
+"""The kind of a `Call` that compares with other ranks what the loop does."""
+COMPARE_MARK = "labkit: compare {}"
+"""The range in which a rank waits for what others are to compare, with their numbers,
+as 0,1."""
 MODULE_MARK = "nn.Module: "
 """What the range begins with that the forward pass of a module takes: its name and
 class follow."""

@@ -123,7 +123,7 @@ def assert_next_cell_works(lab: Lab) -> None:
         (
             "import time\nfrom labkit.strategies.mesh.peers import Peers\n"
             "if rank: time.sleep(60)\nPeers(rank, 2, device).agree_on(1, apart=True)",
-            r"rank 0: waits to compare with the other ranks .* line 4",
+            r"rank 0: waits to compare with other ranks .* line 4",
         ),
     ],
     ids=["loop", "reducer", "new_group", "build", "comparison"],

@@ -123,8 +123,8 @@ def test_each_listening_socket_is_known(own_lab: Lab) -> None:
     # Gloo's, one a group of each rank's, which torch does not encrypt; and no store's.
     assert {re.sub(".* ", "", each) for each in others} <= {FORK_SERVER}
     own_lab.run(
-        "from labkit.compat.c10d import num_over_gloo\n"
-        "num_groups = len(dist.distributed_c10d._world.pg_map) + num_over_gloo()"
+        "from labkit.strategies.mesh.links import num_links\n"
+        "num_groups = len(dist.distributed_c10d._world.pg_map) + num_links()"
     )
     assert len(others) <= sum(own_lab.pull("num_groups", "all"))
     own_lab.run("import os\nport = int(os.environ['MASTER_PORT'])")

@@ -694,8 +694,8 @@ for x, y in loader:
 @pytest.mark.parametrize(
     ("strategy", "made"),
     [
-        ("fsdp", "c10d.num_over_gloo() == 1"),
-        ("zero2", "c10d.num_over_gloo() == 1"),
+        ("fsdp", "num_links() == 1"),
+        ("zero2", "num_links() == 1"),
         ("pipeline", "device_mesh.another_group.cache_info().misses == 1"),
     ],
 )
@@ -711,7 +711,7 @@ def test_numbers_and_messages_have_groups_of_their_own(
     lab.run(AS_NCCL)
     try:
         found = losses(strategy)
-        lab.run(f"from labkit.compat import c10d; assert {made}")
+        lab.run(f"from labkit.strategies.mesh.links import num_links; assert {made}")
     finally:
         lab.restart(everyone=True)
     assert found == pytest.approx(wanted, rel=1e-5)

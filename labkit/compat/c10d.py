@@ -142,33 +142,10 @@ def adopt_timeout(group: Any, default: Any) -> None:
         group.set_timeout(timeout_of(default))
 
 
-_over_gloo: dict[Any, tuple[list[int], Any]] = {}
-
-
 @GATE.needs(f"{_C10D}:_get_default_store")
-def gloo_of(group: Any) -> Any:
-    """A backend of gloo for the ranks of `group`, which torch's own table of groups
-    does not have: to be listed there, all ranks of the world would have to take part,
-    and each to have as many groups as the others. Collective, for these ranks."""
-    if group not in _over_gloo:
-        ranks = dist.get_process_group_ranks(group)
-        number = sum(others == ranks for others, _ in _over_gloo.values())
-        name = f"numbers {number} of {ranks}"
-        store = dist.PrefixStore(name, c10d._get_default_store())
-        rank, timeout = dist.get_rank(group), timeout_of(group)
-        made = dist.ProcessGroupGloo(store, rank, len(ranks), timeout)
-        _over_gloo[group] = ranks, made
-    return _over_gloo[group][1]
-
-
-def num_over_gloo() -> int:
-    """How many groups have such a backend: on all their ranks, where all is well."""
-    return len(_over_gloo)
-
-
-def forget_gloo() -> None:
-    """Close those backends, whose groups are about to be left."""
-    _over_gloo.clear()
+def default_store() -> Any:
+    """The store that the ranks of the default group met at."""
+    return c10d._get_default_store()
 
 
 @GATE.needs("torch.distributed:ProcessGroup._get_backend")

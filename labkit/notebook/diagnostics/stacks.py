@@ -16,6 +16,7 @@ from typing import Any
 from labkit import timeouts
 from labkit.notebook.cluster.reach import Engines
 from labkit.rank_spec import format_ranks
+from labkit.records import COMPARISON
 from labkit.records import Call
 from labkit.records import Frame
 from labkit.records import Position
@@ -27,6 +28,8 @@ _SAME_SIZE = ("all_reduce", "broadcast", "reduce")
 
 _OF_LIBRARY = re.compile(r"^<|[/\\](site-packages|lib[/\\]python3\.\d+)[/\\]")
 """Files of a rank's libraries, and of Python's own; its host may be another one."""
+
+_COMPARES = "waits to compare with other ranks what the loop does"
 
 SHARED_MEMORY = "/dev/shm"
 SCARCE_BYTES = 2**26
@@ -345,12 +348,14 @@ def _place(position: Position) -> str:
         )
     if position.call is not None:
         call = position.call
+        if call.kind == COMPARISON:
+            return f"{_COMPARES}, {at}"
         size = f" of {_size(call)}" if call.num_bytes else ""
         return f"{call.name}{size} {at}".rstrip()
     waits = (
         _waits_for_workers(position.frames)
         or _waits_for_build(position.frames)
-        or _waits_to_compare(position.frames)
+        or _waits_for_links(position.frames)
     )
     if not position.started:  # from a dump, which says no more than the place
         return at
@@ -375,10 +380,9 @@ def _waits_for_build(frames: Sequence[Frame]) -> str:
     return ""
 
 
-def _waits_to_compare(frames: Sequence[Frame]) -> str:
-    if any("labkit/strategies/mesh/peers" in each.place for each in frames):
-        return "waits to compare with the other ranks what the loop does"
-    return ""
+def _waits_for_links(frames: Sequence[Frame]) -> str:
+    is_new = any("labkit/strategies/mesh/links" in each.place for each in frames)
+    return _COMPARES if is_new else ""
 
 
 def shared_memory_lines(positions: Iterable[Position]) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any
 from typing import NamedTuple
 
 from labkit.json_files import parse
+from labkit.records import COMPARE_MARK
 from labkit.records import STEP_MARK
 from labkit.records import format_bytes
 
@@ -261,6 +262,9 @@ def message_of(event: Event, groups: Mapping[Any, tuple[int, ...]]) -> Message |
         )
         kind, shape = name.removeprefix("gloo:"), str(shapes)
         ranks = groups.get(event.thread, ())
+    elif name.startswith(COMPARE_MARK.format("")):
+        of = name.removeprefix(COMPARE_MARK.format(""))
+        return Message("compare", "", 0, event.began, event.ended, ranks_in(f"[{of}]"))
     elif event.kind == "kernel" and name.startswith("nccl"):
         kind = str(args.get("Collective name", name.split("_")[1:2])).strip("_")
         count, dtype = args.get("In msg nelems", 0), str(args.get("dtype", ""))

@@ -22,7 +22,6 @@ from labkit.compat.c10d import forget_aborted_groups
 from labkit.compat.c10d import has_rpc_agent
 from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import num_groups_made
-from labkit.compat.c10d import num_over_gloo
 from labkit.compat.c10d import number_ranks
 from labkit.compat.c10d import rendezvous_of
 from labkit.compat.c10d import replace_rendezvous
@@ -45,6 +44,8 @@ from labkit.records import HOST_VARIABLE
 from labkit.records import Placement
 from labkit.strategies.mesh.channel import Channel
 from labkit.strategies.mesh.device_mesh import forget_groups
+from labkit.strategies.mesh.links import are_whole
+from labkit.strategies.mesh.links import num_links
 from labkit.strategies.mesh.roles import Roles
 from labkit.strategies.mesh.worlds import begin_world
 
@@ -158,6 +159,7 @@ class RankProcessGroup:
             and not self._is_broken
             and self._store is not None
             and not self._store.is_broken
+            and are_whole()
             and dist.is_initialized()
             and dist.group.WORLD is self._group
         )
@@ -172,7 +174,7 @@ class RankProcessGroup:
         how many meetings."""
         if not self.in_place:
             return {}
-        own = {"meetings": self._num_meetings, "backends": num_over_gloo()}
+        own = {"meetings": self._num_meetings, "links": num_links()}
         return {**started_collectives(), **own}
 
     def overdue(self) -> str:

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from labkit import timeouts
@@ -29,10 +30,15 @@ from labkit.compat.c10d import flight_records
 from labkit.compat.c10d import names_of_groups
 from labkit.compat.c10d import num_started
 from labkit.compat.c10d import ranks_of
+from labkit.records import COMPARISON
 from labkit.records import DUMP_SIGNAL
 from labkit.records import Call
 from labkit.records import Frame
 from labkit.records import Position
+from labkit.strategies.mesh import links
+from labkit.strategies.mesh.links import name_of
+from labkit.strategies.mesh.links import num_begun
+from labkit.strategies.mesh.links import waiting
 
 _BUSY = 0.2
 """Of the time looked at; one that waits for a collective uses next to none."""
@@ -85,7 +91,7 @@ def position(
     call = None
     is_busy = load > _BUSY
     if waits_on_device or not is_busy:
-        call = recorded_call(since_ns) or _call_in(frame)
+        call = _oldest_call(since_ns) or _call_in(frame)
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     others = {}
     is_alone = (waits_on_device and is_busy) or _may_wait_for_ranks(frame)
@@ -117,7 +123,8 @@ def finished_collectives() -> str:
 
 
 def started_collectives() -> dict[str, int]:
-    """How many collectives this rank has started in each group, by its name."""
+    """How many collectives this rank has started in each group, by its name, and how
+    many comparisons with the other ranks."""
     found: dict[str, int] = {}
     for group, name in names_of_groups().items():
         if isinstance(group, torch.distributed.ProcessGroup):
@@ -125,7 +132,7 @@ def started_collectives() -> dict[str, int]:
             found[name] = 0
             with contextlib.suppress(RuntimeError):
                 found[name] = num_started(group)
-    return found
+    return found | num_begun()
 
 
 def newest_numbers(since_ns: int) -> dict[str, int]:
@@ -172,6 +179,8 @@ def _may_wait_for_ranks(innermost: FrameType) -> bool:
     file = innermost.f_code.co_filename
     if file.startswith(_TORCH):
         return not file.startswith(_TORCH_DATA)
+    if file == links.__file__:
+        return True
     if file.startswith(_COMPAT):  # torch's own, in C++: DDP rebuilds its buckets
         return True
     # As work.wait(), which has no frame.
@@ -219,6 +228,29 @@ def _load() -> float:
 
 
 # ---- collectives ----
+
+
+def _oldest_call(since_ns: int) -> Call | None:
+    """What this rank waits in, since longest: a collective, or a comparison."""
+    calls = [recorded_call(since_ns), comparison()]
+    found = [call for call in calls if call is not None]
+    return min(found, key=lambda call: call.began_ns, default=None)
+
+
+def comparison() -> Call | None:
+    """The comparison of labkit's with other ranks that this one waits in."""
+    found = waiting()
+    if found is None:
+        return None
+    is_apart, number = found.waits_for
+    are_all = len(found.ranks) == dist.get_world_size()
+    return Call(
+        kind=COMPARISON,
+        number=number,
+        group=name_of(found, apart=is_apart),
+        ranks=None if are_all else found.ranks,
+        began_ns=found.waits_since_ns,
+    )
 
 
 def recorded_call(since_ns: int) -> Call | None:

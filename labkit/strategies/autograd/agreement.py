@@ -1,7 +1,6 @@
 """What all ranks have to do alike, where their samples would have them differ."""
 
 import enum
-import operator
 import zlib
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -88,16 +87,13 @@ def begin_agree(
 ) -> Pending[tuple[list[bool], list[bool]]]:
     """As `agree`, which may be waited for later. Collective."""
 
-    def read(found: list[int]) -> tuple[list[bool], list[bool]]:
-        some, most = found[: len(used)], found[len(used) : len(used) + len(facts)]
-        least = found[len(used) + len(facts) :]
-        return (
-            [bool(each) for each in some],
-            [one == -other for one, other in zip(most, least, strict=True)],
-        )
+    def read(found: Any) -> tuple[list[bool], list[bool]]:
+        some = found[:, : len(used)].any(0)
+        are_same = (found[:, len(used) :] == found[0, len(used) :]).all(0)
+        return some.tolist(), are_same.tolist()
 
-    sent = [*used, *facts, *map(operator.neg, facts)]
-    return peers.begin_greatest(sent).then(read)
+    sent = np.array([*used, *facts], np.int64)
+    return peers.begin_gather(sent).then(read)
 
 
 class Event(enum.IntEnum):
@@ -297,16 +293,15 @@ class Course:
 
     def _compare(self, event: Event, which: Pass) -> None:
         """UnsupportedLoopError, on all ranks, unless all are at the same event."""
-        rank, size = self._team.rank, self._team.size
-        sent = np.zeros((size, 4), np.int64)
-        sent[rank] = (
+        ours_and_samples = (
             *(event, self.num_passes),
             which.num_batches,
             # With one more, or 0 where all parts are equal.
             0 if which.num_samples is None else which.num_samples + 1,
         )
-        flat = self._team.greatest(sent.ravel().tolist(), apart=True)
-        found = [tuple(flat[place : place + 4]) for place in range(0, 4 * size, 4)]
+        sent = np.array(ours_and_samples, np.int64)
+        gathered = self._team.begin_gather(sent, apart=True).wait()
+        found = [tuple(each) for each in gathered.tolist()]
         ours = found[0][:3]
         other = next((n for n, each in enumerate(found) if each[:3] != ours), None)
         if other is None:

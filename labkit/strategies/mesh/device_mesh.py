@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh
 
 from labkit.compat.c10d import adopt_timeout
-from labkit.compat.c10d import forget_gloo
-from labkit.compat.c10d import gloo_of
 from labkit.compat.c10d import timeout_of
+from labkit.strategies.mesh.links import forget_links
 from labkit.strategies.mesh.sizes import DATA_PARALLEL
 
 
@@ -62,13 +61,7 @@ def forget_groups() -> None:
     mesh_of.cache_clear()
     another_group.cache_clear()
     group_of_one.cache_clear()
-    forget_gloo()
-
-
-def control_of(group: Any) -> Any:
-    """What reduces numbers on the CPU over the ranks of `group`: through NCCL they
-    would have to wait for all that the GPU has to do. Collective."""
-    return group if dist.get_backend(group) == "gloo" else gloo_of(group)
+    forget_links()
 
 
 @lru_cache(maxsize=4)

@@ -15,11 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labkit.compat.c10d import adopt_timeout
 from labkit.compat.c10d import flattened
-from labkit.compat.c10d import gloo_of
-from labkit.compat.torch import no_dispatch
-from labkit.strategies.mesh.device_mesh import control_of
 from labkit.strategies.mesh.device_mesh import data_parallel_axes
 from labkit.strategies.mesh.device_mesh import group_of_one
+from labkit.strategies.mesh.links import Exchange
 from labkit.strategies.mesh.worlds import ALONE
 from labkit.strategies.mesh.worlds import check_world
 from labkit.strategies.mesh.worlds import current_world
@@ -28,35 +26,22 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def _by(operation: Any) -> dist.AllreduceOptions:
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp(operation)
-    options.asyncOp = False
-    return options
-
-
-_GREATEST, _SUM = _by(dist.ReduceOp.MAX), _by(dist.ReduceOp.SUM)
-
-
 class Pending(Generic[T]):
     """What ranks have begun to exchange, and go on meanwhile."""
 
-    def __init__(self, work: dist.Work | None, read: Callable[[], T]) -> None:
-        self._work, self._read = work, read
+    def __init__(self, read: Callable[[], T]) -> None:
+        self._read = read
         self._found: list[T] = []
 
     def wait(self) -> T:
         """What has come of it: the same, however often it is asked for."""
         if not self._found:
-            if self._work is not None:
-                with no_dispatch():
-                    self._work.wait()
             self._found.append(self._read())
         return self._found[0]
 
     def then(self, function: Callable[[T], S]) -> "Pending[S]":
         """What `function` makes of it, once that is waited for."""
-        return Pending(self._work, lambda: function(self.wait()))
+        return Pending(lambda: function(self.wait()))
 
 
 @dataclass(frozen=True)
@@ -104,42 +89,45 @@ class Peers:
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
-    def greatest(self, numbers: Sequence[int], *, apart: bool = False) -> list[int]:
-        """The greatest of each number. Collective, and no part of what is measured of a
-        step: it is no part of the strategy. What is sent `apart` meets nothing else,
-        where ranks do not do the same."""
-        found: list[int] = self.begin_greatest(numbers, apart=apart).wait()
-        return found
+    def begin_gather(self, numbers: Any, *, apart: bool = False) -> "Pending[Any]":
+        """The numbers of each of these ranks, of shape (size, number of them).
+        Collective, and no part of what is measured of a step: it is no part of the
+        strategy. What is sent `apart` meets nothing else, where ranks do not do the
+        same.
 
-    def begin_greatest(
-        self, numbers: Sequence[int], *, apart: bool = False
-    ) -> "Pending[list[int]]":
-        """As `greatest`, whose result may be waited for later. Collective."""
-        return self._begin(np.array(numbers, np.int64), _GREATEST, apart=apart)
+        RuntimeError where another rank has sent more numbers, or fewer."""
+        if self.size == 1:
+            alone = numbers[np.newaxis]
+            return Pending(lambda: alone)
+        if self.group is None:
+            raise RuntimeError("the ranks have no process group any more")
+        exchange = Exchange(self.group, numbers.tobytes(), apart=apart)
+        kind = numbers.dtype
+        return Pending(lambda: in_rows(exchange.wait(), kind))
+
+    def greatest(self, numbers: Sequence[int], *, apart: bool = False) -> list[int]:
+        """The greatest of each number. Collective, as `begin_gather`."""
+        sent = np.array(numbers, np.int64)
+        found: list[int] = self.begin_gather(sent, apart=apart).wait().max(0).tolist()
+        return found
 
     def agree_on(self, value: int, *, apart: bool = False) -> bool:
         """Whether `value` is the same on all of these ranks. Collective."""
-        most, least = self.greatest([value, -value], apart=apart)
-        return most == -least
+        sent = np.array([value], np.int64)
+        found = self.begin_gather(sent, apart=apart).wait()
+        return bool((found == value).all())
 
     def sum_apart(self, number: float) -> float:
-        """The sum of these ranks' numbers. Collective, as `greatest`."""
-        total: float = self._begin(np.array([number]), _SUM, apart=True).wait()[0]
-        return total
+        """The sum of these ranks' numbers. Collective, as `begin_gather`."""
+        sent = np.array([number], np.float64)
+        return float(self.begin_gather(sent, apart=True).wait().sum())
 
-    def _begin(
-        self, numbers: Any, how: dist.AllreduceOptions, *, apart: bool
-    ) -> "Pending[Any]":
-        with no_dispatch():
-            # In a step of some strategies: `torch.tensor` and `dist.all_reduce` take
-            # twice as long.
-            sent, work = torch.from_numpy(numbers), None
-            if self.size > 1:
-                if self.group is None:
-                    raise RuntimeError("the ranks have no process group any more")
-                group = (gloo_of if apart else control_of)(self.group)
-                work = group.allreduce([sent], how)
-        return Pending(work, numbers.tolist)
+
+def in_rows(found: Sequence[bytes], kind: Any) -> Any:
+    """The numbers of each rank in a row of its own."""
+    if len({*map(len, found)}) > 1:
+        raise RuntimeError("the ranks compare different things, at different places")
+    return np.frombuffer(b"".join(found), kind).reshape(len(found), -1)
 
 
 def peers_on(mesh: DeviceMesh | None, device: torch.device) -> Peers:

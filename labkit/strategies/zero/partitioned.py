@@ -197,7 +197,7 @@ class ZeRO(Prepared):
         self._requires_grad = [p.requires_grad for p in self._owned]
         self._trained = [p for p in self._owned if p.requires_grad]
         self._trained_ids = set(map(id, self._trained))
-        self._anywhere: Pending[list[nn.Parameter]] = Pending(None, list)
+        self._anywhere: Pending[list[nn.Parameter]] = Pending(list)
         """What any rank uses in the newest backward pass."""
         of_cell = self.given_parameters if self.strategy.is_sharded else self._trained
         self._gradients = CellGradients(self, of_cell)
