@@ -37,6 +37,8 @@ LEAVE_S = 20.0
 """The same, before it joins another group; then it cannot, and is to be restarted."""
 PROOF_S = 2.0
 """The all-reduce that shows whether a group works."""
+GREETING_S = 1.0
+"""Another rank that has connected says who it is."""
 GROUP_S = 1800.0
 """A collective of the user's, by default: the process group's own timeout."""
 

@@ -26,6 +26,7 @@ import psutil
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from labkit import timeouts
 from labkit.compat.c10d import default_store
 from labkit.compat.c10d import timeout_of
 from labkit.compat.torch import is_profiled
@@ -43,8 +44,8 @@ _MOST = 2**18
 
 
 _MOST_KEPT = 1000
-"""Exchanges whose bytes are kept for who waits for them later: not all are waited for.
-"""
+"""Exchanges of a kind, the newest, whose bytes are kept until they are waited for: not
+all are."""
 
 
 class Link:
@@ -131,9 +132,8 @@ class Links:
             self._check_whole()
             try:
                 self._num_begun[apart] += 1
-                if len(self._came) > _MOST_KEPT:  # nobody has waited for the oldest
-                    del self._came[next(iter(self._came))]
                 key = apart, self._num_begun[apart]
+                self._came.pop((apart, key[1] - _MOST_KEPT), None)
                 message = _HEADER.pack(*key, len(payload)) + payload
                 for place, link in self.links.items():
                     link.unsent += message
@@ -150,7 +150,7 @@ class Links:
             try:
                 came = self._came[key]
                 self._read(self.links.keys() - came.keys())
-                if len(came) < len(self.links):
+                if not self._is_done(key):
                     self._await(key)
                 return self._came.pop(key)
             except BaseException:  # an interrupt, too, may cut a message in two
@@ -165,11 +165,17 @@ class Links:
         if self.is_broken:
             raise RuntimeError("an earlier comparison of the ranks was cut short")
 
+    def _is_done(self, key: Key) -> bool:
+        """Whether all has come, and others have what they wait for: no thread sends the
+        rest of a long message later."""
+        has_come = len(self._came[key]) == len(self.links)
+        return has_come and not any(each.unsent for each in self.links.values())
+
     def _await(self, key: Key) -> None:
         deadline = time.monotonic() + self.timeout_s
         self.waits_for, self.waits_since_ns = key, time.time_ns()
         try:
-            while len(self._came[key]) < len(self.links):
+            while not self._is_done(key):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise RuntimeError(self._timed_out(key))
@@ -204,7 +210,9 @@ class Links:
         for place in places:
             try:
                 for key, payload in self.links[place].read():
-                    self._came[key][place] = payload
+                    is_apart, number = key
+                    if number > self._num_begun[is_apart] - _MOST_KEPT:
+                        self._came[key][place] = payload
             except OSError as error:
                 raise self._lost(place, error) from error
 
@@ -350,7 +358,7 @@ def connect(
 
 def _greeted(made: socket.socket, token: str) -> int:
     """The place of the one that has connected; -1 where it does not know the token."""
-    made.settimeout(1.0)
+    made.settimeout(timeouts.GREETING_S)
     hello = b""
     with contextlib.suppress(OSError):
         hello = made.recv(_HELLO.size, socket.MSG_WAITALL)

@@ -1,0 +1,257 @@
+"""Links between ranks: what they exchange arrives whole; who is missing is named."""
+
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernels import wait_until
+
+from labkit import Lab
+from labkit import RankError
+from labkit.checks import UserError
+from labkit.key_server import KeyServer
+from labkit.key_server import Meeting
+from labkit.notebook.execution import errors
+from labkit.rank.group.store import LabStore
+from labkit.strategies.mesh import links
+from labkit.strategies.mesh.links import Link
+from labkit.strategies.mesh.links import Links
+from labkit.strategies.mesh.peers import in_rows
+
+pytestmark = pytest.mark.timeout(90)
+
+LONG_S = 50.0
+SHORT_S = 0.2
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[KeyServer]:
+    server = KeyServer(Meeting(str(tmp_path / "store")))
+    yield server
+    server.close()
+
+
+def together(size: int, do: Callable[[int], Any]) -> list[Any]:
+    """What each of so many ranks gets, which are threads here."""
+    with ThreadPoolExecutor(size) as ranks:
+        return [*ranks.map(do, range(size))]
+
+
+def linked(server: KeyServer, size: int, timeout_s: float = LONG_S) -> list[Links]:
+    def made(rank: int) -> Links:
+        store = LabStore(server.meeting, timedelta(seconds=LONG_S))
+        found = links.connect(store, rank, size, timeout_s)
+        each = {place: Link(connected) for place, connected in found.items()}
+        return Links([*range(size)], rank, each, timeout_s)
+
+    return together(size, made)
+
+
+def exchanged(each: Links, payload: bytes, *, apart: bool = False) -> dict[int, bytes]:
+    return each.wait(each.begin(payload, apart=apart))
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_each_gets_the_bytes_of_all_others(server: KeyServer, size: int) -> None:
+    ranks = linked(server, size)
+
+    def sent(rank: int, number: int) -> bytes:
+        return b"%d of %d " % (number, rank) * (rank + number)
+
+    def run(rank: int) -> list[dict[int, bytes]]:
+        return [exchanged(ranks[rank], sent(rank, number)) for number in range(20)]
+
+    for rank, found in enumerate(together(size, run)):
+        assert found == [
+            {other: sent(other, n) for other in range(size) if other != rank}
+            for n in range(20)
+        ]
+
+
+def test_more_than_a_connection_holds_goes_both_ways_at_once(server: KeyServer) -> None:
+    ranks = linked(server, 3)
+    sent = [bytes([rank]) * 30_000_000 for rank in range(3)]
+    for rank, found in enumerate(together(3, lambda n: exchanged(ranks[n], sent[n]))):
+        assert found == {other: sent[other] for other in range(3) if other != rank}
+
+
+def test_what_is_sent_apart_meets_nothing_else(server: KeyServer) -> None:
+    one, other = linked(server, 2)
+    key = one.begin(b"a step", apart=False)
+    apart = one.begin(b"a batch", apart=True)
+    theirs = other.begin(b"their batch", apart=True)
+    assert other.wait(theirs) == {0: b"a batch"}
+    assert one.wait(apart) == {1: b"their batch"}
+    assert other.wait(other.begin(b"their step", apart=False)) == {0: b"a step"}
+    assert one.wait(key) == {1: b"their step"}
+
+
+def test_threads_of_a_rank_may_wait_in_any_order(server: KeyServer) -> None:
+    one, other = linked(server, 2)
+    keys = [one.begin(b"%d" % number, apart=False) for number in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        waits = [threads.submit(one.wait, key) for key in reversed(keys)]
+        wait_until(lambda: one.waits_since_ns > 0, LONG_S, "a thread waits")
+        for number in range(3):
+            assert exchanged(other, b"theirs %d" % number) == {0: b"%d" % number}
+        found = [each.result() for each in reversed(waits)]
+    assert found == [{1: b"theirs %d" % number} for number in range(3)]
+
+
+def test_what_nobody_waits_for_is_not_kept_for_ever(
+    server: KeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "_MOST_KEPT", 10)
+    one, other = linked(server, 2)
+    for _ in range(50):
+        one.begin(b"1", apart=True)
+        exchanged(other, b"2", apart=True)
+    assert exchanged_by(one, other) == {1: b"last"}
+    assert len(one._came) <= 11
+
+
+def exchanged_by(one: Links, other: Links) -> dict[int, bytes]:
+    key = one.begin(b"", apart=False)
+    exchanged(other, b"last")
+    return one.wait(key)
+
+
+def test_whoever_does_not_know_the_token_is_turned_away(server: KeyServer) -> None:
+    """As another user of the host, who connects before the ranks do."""
+    foreign: list[socket.socket] = []
+
+    class Watched(LabStore):
+        def set(self, key: str, value: str | bytes) -> None:
+            if key == "at/0":
+                address, port, _ = str(value).split()
+                for hello in (b"x" * 36, b"short"):
+                    foreign.append(socket.create_connection((address, int(port))))
+                    foreign[-1].sendall(hello)
+            super().set(key, value)
+
+    def connected(rank: int) -> Any:
+        store = Watched(server.meeting, timedelta(seconds=LONG_S))
+        return links.connect(store, rank, 2, LONG_S)
+
+    one, other = together(2, connected)
+    assert one[1].getpeername() == other[0].getsockname()
+    for each in foreign:
+        each.settimeout(LONG_S)
+        assert each.recv(1) == b""
+
+
+def test_the_rank_that_is_gone_is_named_and_no_half_is_taken(server: KeyServer) -> None:
+    ranks = linked(server, 3)
+    exchanges = [each.begin(b"all", apart=False) for each in ranks]
+    ranks[2].close()
+    assert ranks[0].wait(exchanges[0]) == {1: b"all", 2: b"all"}
+    with pytest.raises(RuntimeError, match="the connection to rank 2 is lost"):
+        exchanged(ranks[0], b"more")
+    assert ranks[0].is_broken
+    with pytest.raises(RuntimeError, match="was cut short"):
+        exchanged(ranks[0], b"more")
+
+
+def test_a_wait_ends_and_names_who_has_not_come(server: KeyServer) -> None:
+    ranks = linked(server, 3, timeout_s=SHORT_S)
+    ranks[1].begin(b"1", apart=False)
+    with pytest.raises(RuntimeError, match=r"rank 2 did not come to a comparison"):
+        exchanged(ranks[0], b"0")
+
+
+def test_ranks_that_compare_different_things_are_told_so() -> None:
+    with pytest.raises(RuntimeError, match="compare different things"):
+        in_rows([bytes(8), bytes(16)], "int64")
+
+
+# ---- in a lab ----
+
+COMPARES = (
+    "from labkit.strategies.mesh.peers import Peers\npeers = Peers(rank, 2, device)"
+)
+WAITS = f"""
+{COMPARES}
+kept = rank
+peers.agree_on(1)
+open(path + str(rank), "w").close()
+peers.agree_on(1) if rank == 0 else until()
+"""
+UNTIL = "import time\ndef until():\n    while True: time.sleep(0.01)\n"
+
+
+def assert_next_comparison_works(lab: Lab) -> None:
+    lab.run(f"{COMPARES}\nfound = peers.greatest([rank, 7 - rank])")
+    assert lab.pull("found", "all") == [[1, 7]] * 2
+
+
+@pytest.fixture
+def begun(lab: Lab, tmp_path: Path) -> Callable[[], bool]:
+    """Whether all ranks have come to where `WAITS` has one of them wait."""
+    path = str(tmp_path / "begun")
+    lab.push(path=path)
+    lab.run(UNTIL)
+    return lambda: all(Path(path + str(rank)).exists() for rank in range(2))
+
+
+def when(condition: Callable[[], bool], do: Callable[[], None]) -> threading.Thread:
+    def wait_and_do() -> None:
+        wait_until(condition, LONG_S, "the ranks have come there")
+        do()
+
+    thread = threading.Thread(target=wait_and_do)
+    thread.start()
+    return thread
+
+
+def test_an_interrupt_ends_a_comparison(lab: Lab, begun: Callable[[], bool]) -> None:
+    thread = when(begun, lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(errors.Interrupted):
+        lab.run(WAITS)
+    thread.join()
+    assert lab.pull("kept", "all") == [0, 1]
+    assert_next_comparison_works(lab)
+
+
+def test_a_rank_that_dies_ends_a_comparison(
+    lab: Lab, begun: Callable[[], bool]
+) -> None:
+    lab.run("import os\npid = os.getpid()")
+    pid = lab.pull("pid", 1)
+    thread = when(begun, lambda: os.kill(pid, signal.SIGKILL))
+    with pytest.raises(RankError, match="rank 1"):
+        lab.run(WAITS)
+    thread.join()
+    lab.restart()
+    assert lab.pull("kept", 0) == 0
+    assert_next_comparison_works(lab)
+
+
+def test_a_rank_that_raises_ends_a_comparison(lab: Lab) -> None:
+    lab.run(COMPARES)
+    with pytest.raises(RankError, match="ZeroDivisionError"):
+        lab.run("peers.agree_on(1)\npeers.agree_on(1 // (1 - rank))")
+    assert_next_comparison_works(lab)
+
+
+def test_one_in_a_comparison_and_one_in_a_collective_do_not_wait_for_ever(
+    lab: Lab,
+) -> None:
+    lab.run(f"{COMPARES}\nx = torch.ones(10)\npeers.agree_on(1)")
+    with pytest.raises(UserError, match="wait for each other") as caught:
+        lab.run("dist.all_reduce(x) if rank else peers.agree_on(1)", hang_after=2)
+    told = (
+        r"rank 0: waits to compare with other ranks what the loop does, at line 1.*\n"
+        r"rank 1: all_reduce #\d+ of 40 bytes at line 1.*"
+        r"\nrank 1 has not come to labkit's comparison #\d+\n"
+    )
+    assert re.search(told, str(caught.value), re.DOTALL), caught.value
+    assert_next_comparison_works(lab)
