@@ -122,10 +122,7 @@ def test_each_listening_socket_is_known(own_lab: Lab) -> None:
             others += commands
     # Gloo's, one a group of each rank's, which torch does not encrypt; and no store's.
     assert {re.sub(".* ", "", each) for each in others} <= {FORK_SERVER}
-    own_lab.run(
-        "from labkit.strategies.mesh.links import num_links\n"
-        "num_groups = len(dist.distributed_c10d._world.pg_map) + num_links()"
-    )
+    own_lab.run("num_groups = len(dist.distributed_c10d._world.pg_map)")
     assert len(others) <= sum(own_lab.pull("num_groups", "all"))
     own_lab.run("import os\nport = int(os.environ['MASTER_PORT'])")
     assert {*own_lab.pull("port", "all")}.isdisjoint(listening(own_lab))
