@@ -33,6 +33,8 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CPU = 0
 """The type of a device, as torch numbers them: c10::DeviceType."""
 BETWEEN_TWO = ("send", "recv")
+COMPARE = "compare"
+"""The kind of a comparison of labkit's own, which is no collective of the strategy's."""
 
 
 class Event(NamedTuple):
@@ -264,7 +266,7 @@ def message_of(event: Event, groups: Mapping[Any, tuple[int, ...]]) -> Message |
         ranks = groups.get(event.thread, ())
     elif name.startswith(COMPARE_MARK.format("")):
         of = name.removeprefix(COMPARE_MARK.format(""))
-        return Message("compare", "", 0, event.began, event.ended, ranks_in(f"[{of}]"))
+        return Message(COMPARE, "", 0, event.began, event.ended, ranks_in(f"[{of}]"))
     elif event.kind == "kernel" and name.startswith("nccl"):
         kind = str(args.get("Collective name", name.split("_")[1:2])).strip("_")
         count, dtype = args.get("In msg nelems", 0), str(args.get("dtype", ""))

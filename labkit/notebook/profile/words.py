@@ -17,6 +17,7 @@ from labkit.notebook.profile.costs import length
 from labkit.notebook.profile.parts import PARTS
 from labkit.notebook.profile.parts import StepParts
 from labkit.notebook.profile.parts import is_computing
+from labkit.notebook.profile.trace import COMPARE
 from labkit.notebook.profile.trace import Message
 from labkit.notebook.profile.trace import Trace
 from labkit.rank_spec import format_ranks
@@ -240,11 +241,12 @@ def waits_for_data(parts: Parts) -> list[str]:
 
 
 def kinds_of(traces: Sequence[Trace]) -> dict[str, list[Message]]:
-    """The collectives of the first rank, by kind."""
+    """The collectives of the first rank, by kind; not labkit's own comparisons."""
     first = traces[0]
     found: dict[str, list[Message]] = {}
     for each in first.messages:
-        if first.is_in_step(each.began) and not each.is_between_two:
+        is_one = not each.is_between_two and each.kind != COMPARE
+        if is_one and first.is_in_step(each.began):
             found.setdefault(each.kind, []).append(each)
     return found
 

@@ -377,8 +377,9 @@ def own_address() -> str:
         if kind in found:
             return found[kind]
     first = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        asked.connect((first, 9))  # sends nothing
+    kind, *_, to = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as asked:
+        asked.connect(to)  # sends nothing
         return str(asked.getsockname()[0])
 
 
