@@ -34,7 +34,7 @@ CPU = 0
 """The type of a device, as torch numbers them: c10::DeviceType."""
 BETWEEN_TWO = ("send", "recv")
 COMPARE = "compare"
-"""The kind of a comparison of labkit's own, which is no collective of the strategy's."""
+"""The kind of a comparison of labkit's own: no collective of the strategy's."""
 
 
 class Event(NamedTuple):
