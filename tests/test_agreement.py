@@ -117,7 +117,7 @@ def test_gradients_are_reduced_in_one_order() -> None:
     first, second, third, fourth = parameters
     reduced: list[nn.Parameter] = []
     queue = InOrder(reduced.append, parameters, Peers(0, 1, torch.device("cpu")))
-    queue.begin(Pending(None, lambda: parameters))
+    queue.begin(Pending(lambda: parameters))
     queue.add(second)  # waits for those after it
     assert reduced == []
     queue.add(fourth)
@@ -125,7 +125,7 @@ def test_gradients_are_reduced_in_one_order() -> None:
     queue.add(third)
     assert [id(p) for p in reduced] == [id(fourth), id(third), id(second)]
     assert [id(p) for p in queue.late()] == [id(first)]
-    queue.begin(Pending(None, lambda: [second]))  # another pass, that reaches no more
+    queue.begin(Pending(lambda: [second]))  # another pass, that reaches no more
     queue.add(second)
     assert reduced[-1] is second
     assert queue.late() == []
@@ -139,14 +139,14 @@ def test_gradients_are_held_until_there_are_enough_to_send() -> None:
     queue = InOrder(reduced.append, parameters, peers, num_held=4)
     for _ in range(2):
         reduced.clear()
-        queue.begin(Pending(None, lambda: parameters))
+        queue.begin(Pending(lambda: parameters))
         queue.add(third)
         assert reduced == []
         queue.add(second)
         assert [id(each) for each in reduced] == [id(third), id(second)]
         queue.add(first)
         assert reduced[-1] is first
-    queue.begin(Pending(None, lambda: parameters))
+    queue.begin(Pending(lambda: parameters))
     queue.add(third)
     assert {id(each) for each in queue.late()} == {id(first), id(second)}
 
