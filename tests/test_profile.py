@@ -28,6 +28,7 @@ from labkit.notebook.profile.parts import union
 from labkit.notebook.profile.parts import without
 from labkit.notebook.profile.trace import MAX_BYTES
 from labkit.notebook.profile.trace import Trace
+from labkit.notebook.profile.trace import end_before_updates
 from labkit.notebook.profile.trace import read_trace
 from labkit.notebook.profile.trace import trace_of
 from labkit.notebook.profile.words import NOTHING
@@ -331,6 +332,19 @@ def test_a_step_is_divided_into_parts() -> None:
     assert parts == {"data": 100, "compute": 600, "communication": 100, "other": 200}
     assert (step.hidden, step.collective) == (100, 200)
     assert trace.messages[0].num_bytes == 4000
+
+
+def test_a_collective_has_ended_when_the_optimizer_updates() -> None:
+    """Gloo's thread has lost its core before it could note the end."""
+    late = event("gloo:all_reduce", 600, 1_300, **DIMS)
+    sent = event("gloo:send", 650, 1_350, **DIMS)
+    trace = made(0, late, sent, event("Optimizer.step#SGD.step", 800, 900))
+    end_before_updates(trace)
+    assert [(each.kind, each.ended) for each in trace.messages[:3]] == [
+        ("all_reduce", 800),
+        ("send", 1_350),
+        ("all_reduce", 1_800),
+    ]
 
 
 def test_clocks_are_compared_by_collectives() -> None:

@@ -21,6 +21,7 @@ from labkit.notebook.profile.parts import PARTS
 from labkit.notebook.profile.parts import StepParts
 from labkit.notebook.profile.parts import divide_all
 from labkit.notebook.profile.trace import Trace
+from labkit.notebook.profile.trace import end_before_updates
 from labkit.notebook.profile.trace import read_trace
 from labkit.notebook.profile.words import memory_held
 from labkit.notebook.profile.words import percent
@@ -93,6 +94,9 @@ class StepProfile:
     def _traces(self) -> list[Trace]:
         paths = [self.folder / TRACE_FILE.format(rank) for rank in self.ranks]
         traces = [read_trace(path) for path in paths if path.exists()]
+        if self.strategy != "raw":  # a loop may update while gradients are on their way
+            for trace in traces:
+                end_before_updates(trace)
         to_one_clock(traces)
         return traces
 
