@@ -602,9 +602,11 @@ def test_runs_are_compared_in_one_table(
 
 
 def test_a_run_that_is_not_there_is_reported(lab: Lab) -> None:
-    told = r"there is no run 'nowhere' in .*; there are: .*; of this lab: .*"
-    with pytest.raises(ValueError, match=told):
+    lab.train("raw", "log(x=1)", name="newest", live=False)
+    told = r"there is no run 'nowhere' in .*; of this lab: .*newest$"
+    with pytest.raises(ValueError, match=told) as caught:
         lab.compare("nowhere")
+    assert str(caught.value).count("newest") == 1
 
 
 def test_every_strategy_is_known_to_theory() -> None:

@@ -69,8 +69,9 @@ def load_run(name: str, folder: str | Path | None = None) -> Run:
     return open_run(_find(name, parent)[-1])
 
 
-def _find(name: str, parent: Path) -> list[Path]:
-    """The folder of that name, or those of the runs with it, the newest last."""
+def _find(name: str, parent: Path, own: Sequence[str] = ()) -> list[Path]:
+    """The folder of that name, or those of the runs with it, the newest last; `own` are
+    the names of runs that are there besides."""
     if not isinstance(name, str):
         raise ValueError(
             f"{short_repr(name)} is no run's name; give the name as a string"
@@ -87,12 +88,13 @@ def _find(name: str, parent: Path) -> list[Path]:
     stored = list(_stored(parent))
     found = [path for path, info in stored if info["name"] == name]
     if not found:
-        names = list(dict.fromkeys(info["name"] for _, info in stored))
-        have = ", ".join(names[-_MANY:]) or "none; %%dist_train STRATEGY makes one"
-        more = f" and {len(names) - _MANY} older ones" if len(names) > _MANY else ""
-        raise ValueError(
-            f"there is no run {short_repr(name)} in {parent}; there are: {have}{more}"
-        )
+        names = dict.fromkeys(info["name"] for _, info in stored)
+        others = [each for each in names if each not in own]
+        more = f" and {len(others) - _MANY} older ones" if len(others) > _MANY else ""
+        have = [f"there are: {', '.join(others[-_MANY:])}{more}"] if others else []
+        have += [f"of this lab: {', '.join(own[-_NAMES_SHOWN:])}"] if own else []
+        there = "; ".join(have) or "there are: none; %%dist_train STRATEGY makes one"
+        raise ValueError(f"there is no run {short_repr(name)} in {parent}; {there}")
     return found
 
 
@@ -132,14 +134,8 @@ def find_runs(names: Sequence[str], own: Sequence[Run] = ()) -> list[Run]:
     for name in names:
         if name in by_name:
             found.append(by_name[name])
-            continue
-        try:
-            found.append(load_run(name))
-        except ValueError as error:
-            if not own:
-                raise
-            newest = ", ".join([*by_name][-_NAMES_SHOWN:])
-            raise ValueError(f"{error}; of this lab: {newest}") from None
+        else:
+            found.append(open_run(_find(name, runs_folder(), [*by_name])[-1]))
     return found
 
 
