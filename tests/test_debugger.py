@@ -95,6 +95,19 @@ def test_a_command_goes_to_all_ranks_at_the_breakpoint(kernel: Kernel) -> None:
     assert_all_is_well(kernel)
 
 
+def test_a_breakpoint_has_a_header_and_can_be_switched_off(kernel: Kernel) -> None:
+    cell = BREAKS.replace("breakpoint()", "breakpoint(header=f'y is {y.item()}')")
+    reply, _, said = typing(kernel, cell, "c")
+    assert reply.status == "ok"
+    assert "[rank 0] y is 2.0\n" in said
+    for value in ("0", ""):
+        cell = f"%%dist\nimport os\nos.environ['PYTHONBREAKPOINT'] = {value!r}"
+        assert kernel.run(cell).status == "ok"
+        _, prompts, said = typing(kernel, BREAKS, *["c"] * (value == ""))
+        assert len(prompts) == (value == "")
+        assert "[ranks 0-1] 6.0\n" in said
+
+
 def test_a_command_can_be_for_one_rank(kernel: Kernel) -> None:
     lines = "1:p y", "7: p y", "0: c", "1: c"
     reply, prompts, said = typing(kernel, BREAKS, *lines)

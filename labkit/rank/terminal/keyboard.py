@@ -137,10 +137,15 @@ class Keyboard:
             if answered == number:
                 return line
 
-    def _break(self, *args: Any, **kwargs: Any) -> None:
-        """Stands for `breakpoint()`."""
+    def _break(self, *args: Any, header: str | None = None, **kwargs: Any) -> None:
+        """Stands for `breakpoint()`; the environment may name another hook, or none."""
+        if os.environ.get("PYTHONBREAKPOINT"):
+            sys.__breakpointhook__(*args, **kwargs)
+            return
         frame = sys._getframe(1)
         if not (why := self._why_not()):
+            if header is not None:
+                print(header)
             self._shell.debugger_cls().set_trace(frame)
             return
         print(
