@@ -39,6 +39,8 @@ PROOF_S = 2.0
 """The all-reduce that shows whether a group works."""
 GREETING_S = 1.0
 """Another rank that has connected says who it is."""
+MOST_POLLED_S = 2e6
+"""What the system can wait for a socket: its milliseconds have 31 bits."""
 GROUP_S = 1800.0
 """A collective of the user's, by default: the process group's own timeout."""
 

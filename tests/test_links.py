@@ -5,12 +5,14 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from typing import NamedTuple
 
 import pytest
 from kernels import wait_until
@@ -23,7 +25,6 @@ from labkit.key_server import Meeting
 from labkit.notebook.execution import errors
 from labkit.rank.group.store import LabStore
 from labkit.strategies.mesh import links
-from labkit.strategies.mesh.links import Link
 from labkit.strategies.mesh.links import Links
 from labkit.strategies.mesh.peers import in_rows
 
@@ -49,9 +50,9 @@ def together(size: int, do: Callable[[int], Any]) -> list[Any]:
 def linked(server: KeyServer, size: int, timeout_s: float = LONG_S) -> list[Links]:
     def made(rank: int) -> Links:
         store = LabStore(server.meeting, timedelta(seconds=LONG_S))
-        found = links.connect(store, rank, size, timeout_s)
-        each = {place: Link(connected) for place, connected in found.items()}
-        return Links([*range(size)], rank, each, timeout_s)
+        found = Links([*range(size)], rank, timeout_s)
+        found.make(store, apart=False)
+        return found
 
     return together(size, made)
 
@@ -82,6 +83,16 @@ def test_more_than_a_connection_holds_goes_both_ways_at_once(server: KeyServer) 
     sent = [bytes([rank]) * 30_000_000 for rank in range(3)]
     for rank, found in enumerate(together(3, lambda n: exchanged(ranks[n], sent[n]))):
         assert found == {other: sent[other] for other in range(3) if other != rank}
+
+
+def test_a_wait_after_a_long_message_sleeps(server: KeyServer) -> None:
+    ranks = linked(server, 2)
+    together(2, lambda rank: exchanged(ranks[rank], bytes(30_000_000)))
+    ranks[0].timeout_s = SHORT_S
+    began = time.thread_time()
+    with pytest.raises(RuntimeError, match="did not come"):
+        exchanged(ranks[0], b"0")
+    assert time.thread_time() - began < SHORT_S / 2
 
 
 def test_what_is_sent_apart_meets_nothing_else(server: KeyServer) -> None:
@@ -161,6 +172,19 @@ def test_the_rank_that_is_gone_is_named_and_no_half_is_taken(server: KeyServer) 
         exchanged(ranks[0], b"more")
 
 
+def test_one_that_has_sent_its_bytes_may_go(server: KeyServer) -> None:
+    """As from its last comparison into a group of its own."""
+    ranks = linked(server, 3)
+    ranks[2].begin(b"2", apart=False)
+    ranks[2].close()
+    key = ranks[0].begin(b"0", apart=False)
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(ranks[0].wait, key)
+        wait_until(lambda: ranks[0].links[2].error is not None, LONG_S, "it is seen")
+        ranks[1].begin(b"1", apart=False)
+        assert waits.result() == {1: b"1", 2: b"2"}
+
+
 def test_a_wait_ends_and_names_who_has_not_come(server: KeyServer) -> None:
     ranks = linked(server, 3, timeout_s=SHORT_S)
     ranks[1].begin(b"1", apart=False)
@@ -171,6 +195,25 @@ def test_a_wait_ends_and_names_who_has_not_come(server: KeyServer) -> None:
 def test_ranks_that_compare_different_things_are_told_so() -> None:
     with pytest.raises(RuntimeError, match="compare different things"):
         in_rows([bytes(8), bytes(16)], "int64")
+
+
+class Address(NamedTuple):
+    family: int
+    address: str
+
+
+def test_an_address_is_one_that_other_hosts_reach() -> None:
+    wide = Address(socket.AF_INET6, "fd00::2")
+    found = [
+        Address(-1, "02:fc:00:00:00:01"),
+        Address(socket.AF_INET6, "fe80::1%eth0"),
+        *(wide, Address(socket.AF_INET6, "fd00::3")),
+    ]
+    assert links.address_among(found) == wide.address
+    first = Address(socket.AF_INET, "192.0.2.2")
+    found += [first, Address(socket.AF_INET, "192.0.2.3")]
+    assert links.address_among(found) == first.address
+    assert links.address_among(found[:2]) == ""
 
 
 # ---- in a lab ----
@@ -227,7 +270,8 @@ def test_a_rank_that_dies_ends_a_comparison(
     lab.run("import os\npid = os.getpid()")
     pid = lab.pull("pid", 1)
     thread = when(begun, lambda: os.kill(pid, signal.SIGKILL))
-    with pytest.raises(RankError, match="rank 1"):
+    ends = r"rank 0: (stopped|.*lost its connection to rank 1)"
+    with pytest.raises(RankError, match=ends):
         lab.run(WAITS)
     thread.join()
     lab.restart()
@@ -242,10 +286,71 @@ def test_a_rank_that_raises_ends_a_comparison(lab: Lab) -> None:
     assert_next_comparison_works(lab)
 
 
+IN_NEW_GROUP = (
+    "from labkit.strategies.mesh.peers import Peers\n"
+    "from datetime import timedelta\n"
+    "peers = Peers(rank, 2, device, dist.new_group())"
+)
+"""Whose ranks have no links yet."""
+
+
+def test_one_that_has_left_ends_the_first_comparison(lab: Lab) -> None:
+    lab.run(IN_NEW_GROUP)
+    with pytest.raises(UserError, match="ranks wait for a rank") as caught:
+        lab.run("if rank == 0: peers.agree_on(1)", hang_after=1)
+    told = "rank 1 is not in the cell, and does not come to labkit's comparison #1"
+    assert told in str(caught.value)
+    assert_next_comparison_works(lab)
+
+
+def test_links_that_were_not_made_are_made_anew(lab: Lab) -> None:
+    """And not found where the first ones would have been."""
+    lab.run(IN_NEW_GROUP)
+    with pytest.raises(RankError, match="no rank has set"):
+        lab.run(
+            f"from labkit.compat.c10d import default_store\n"
+            f"default_store().set_timeout(timedelta(seconds={SHORT_S}))\n"
+            "if rank == 0: peers.agree_on(1)"
+        )
+    later = f"import time\nif rank == 0: time.sleep({SHORT_S})"  # rank 1 comes first
+    lab.run(f"{IN_NEW_GROUP}\n{later}\npeers.agree_on(1)")
+    assert_next_comparison_works(lab)
+
+
+def test_a_group_may_wait_for_longer_than_the_system_can(lab: Lab) -> None:
+    lab.run(
+        f"{IN_NEW_GROUP}\n"
+        "group = dist.new_group(timeout=timedelta(days=115))\n"
+        "peers = Peers(rank, 2, device, group)\n"
+        "for _ in range(20): peers.agree_on(1)"
+    )
+
+
+def test_a_loop_does_not_see_how_a_comparison_is_profiled(lab: Lab) -> None:
+    lab.run(
+        f"""
+{COMPARES}
+from torch.utils._python_dispatch import TorchDispatchMode
+seen = []
+class Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        seen.append(str(function))
+        return function(*args, **(kwargs or {{}}))
+with torch.profiler.profile() as profile, Sees():
+    peers.agree_on(1)
+marks = [each.name for each in profile.events() if "compare" in each.name]
+"""
+    )
+    assert lab.pull("seen", "all") == [[], []]
+    assert lab.pull("marks", "all") == [["labkit: compare 0,1"]] * 2
+
+
+@pytest.mark.parametrize("in_group", [COMPARES, IN_NEW_GROUP], ids=["later", "first"])
 def test_one_in_a_comparison_and_one_in_a_collective_do_not_wait_for_ever(
-    lab: Lab,
+    lab: Lab, in_group: str
 ) -> None:
-    lab.run(f"{COMPARES}\nx = torch.ones(10)\npeers.agree_on(1)")
+    lab.run(f"{COMPARES}\npeers.agree_on(1)")
+    lab.run(f"{in_group}\nx = torch.ones(10)")
     with pytest.raises(UserError, match="wait for each other") as caught:
         lab.run("dist.all_reduce(x) if rank else peers.agree_on(1)", hang_after=2)
     told = (

@@ -349,7 +349,7 @@ def _place(position: Position) -> str:
     if position.call is not None:
         call = position.call
         if call.kind == COMPARISON:
-            return f"{_COMPARES}, {at}"
+            return f"{_COMPARES}, {at}".removesuffix(", ")
         size = f" of {_size(call)}" if call.num_bytes else ""
         return f"{call.name}{size} {at}".rstrip()
     waits = (

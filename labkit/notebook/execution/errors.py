@@ -15,7 +15,9 @@ from labkit.records import CellEnd
 from labkit.records import Outcome
 
 LOST_CONNECTION = re.compile(
-    r"gloo.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError", re.DOTALL
+    r"gloo.*(Connection (closed|reset) by peer|Broken pipe)|ncclRemoteError"
+    r"|the connection to rank \d+ is lost",
+    re.DOTALL,
 )
 """In an error of a collective: the process at the other end has gone."""
 UNDEFINED = re.compile(r"name '(\w+)' is not defined")

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
-from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
 from typing import Any
@@ -30,6 +29,7 @@ from labkit import timeouts
 from labkit.compat.c10d import default_store
 from labkit.compat.c10d import timeout_of
 from labkit.compat.torch import is_profiled
+from labkit.compat.torch import no_dispatch
 from labkit.records import COMPARE_MARK
 
 Key = tuple[bool, int]
@@ -56,13 +56,19 @@ class Link:
         connected.setblocking(False)
         self.socket = connected
         self.unsent = bytearray()
+        self.error: OSError | None = None
+        """Why no more comes from there."""
         self._unread = bytearray()
 
     def flush(self) -> None:
         """Send as much as the other rank's host takes now."""
-        with contextlib.suppress(BlockingIOError):
+        try:
             while self.unsent:
                 del self.unsent[: self.socket.send(self.unsent)]
+        except BlockingIOError:
+            pass
+        except ConnectionError:  # it has gone; what it sent before may be there still
+            self.unsent.clear()
 
     def read(self) -> list[tuple[Key, bytes]]:
         """The messages that have come since; ConnectionError where none will."""
@@ -93,11 +99,12 @@ class Links:
     """The group's, in their order there."""
     place: int
     """This rank's among them."""
-    links: dict[int, Link]
-    """By the place of the other rank."""
     timeout_s: float
-    is_broken: bool = False
-    """Whether an exchange was cut short: what comes next may be half of a message."""
+    number: int = 0
+    """By which they are told from others of the same ranks."""
+    is_broken: bool = True
+    """Whether they are not made yet, or not all, or an exchange was cut short: what
+    comes next may be half of a message."""
     waits_since_ns: int = 0
     """When this rank began to wait for what others are to send, by `time.time_ns`; 0
     while it does not."""
@@ -112,15 +119,31 @@ class Links:
     """Whether a thread waits for the sockets, and others wait for what it finds."""
 
     def __post_init__(self) -> None:
-        self._places = {e.socket.fileno(): p for p, e in self.links.items()}
+        self.links: dict[int, Link] = {}
+        """By the place of the other rank."""
+        self._places: dict[int, int] = {}
+        """The same by the number of the socket."""
         self._poll = select.poll()
-        for each in self.links.values():
-            self._poll.register(each.socket, select.POLLIN)
 
     @property
     def name(self) -> str:
         """The same on all of its ranks."""
-        return f"links of {self.ranks}"
+        return f"links {self.number} of {self.ranks}"
+
+    def make(self, store: Any, *, apart: bool) -> None:
+        """Connect to the others, who meet at `store`, for the first exchange: this rank
+        waits in it already, as the others see. Collective."""
+        with self._changed:
+            self.waits_for, self.waits_since_ns = (apart, 1), time.time_ns()
+            try:
+                made = connect(store, self.place, len(self.ranks), self.timeout_s)
+            finally:
+                self.waits_since_ns = 0
+            for place, connected in made.items():
+                self.links[place] = Link(connected)
+                self._places[connected.fileno()] = place
+                self._poll.register(connected, select.POLLIN)
+            self.is_broken = False
 
     def num_begun(self, *, apart: bool) -> int:
         """Exchanges so far."""
@@ -135,9 +158,10 @@ class Links:
                 key = apart, self._num_begun[apart]
                 self._came.pop((apart, key[1] - _MOST_KEPT), None)
                 message = _HEADER.pack(*key, len(payload)) + payload
-                for place, link in self.links.items():
-                    link.unsent += message
-                    self._flush(place)
+                for link in self.links.values():
+                    if link.error is None:
+                        link.unsent += message
+                        link.flush()
             except BaseException:
                 self.is_broken = True
                 raise
@@ -158,6 +182,7 @@ class Links:
                 raise
 
     def close(self) -> None:
+        self.is_broken = True
         for each in self.links.values():
             each.socket.close()
 
@@ -176,6 +201,7 @@ class Links:
         self.waits_for, self.waits_since_ns = key, time.time_ns()
         try:
             while not self._is_done(key):
+                self._check_connected(key)
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise RuntimeError(self._timed_out(key))
@@ -189,9 +215,8 @@ class Links:
     def _read_next(self, timeout_s: float) -> None:
         """Wait for any of the others; meanwhile other threads may begin to."""
         for link in self.links.values():
-            is_full = bool(link.unsent)
-            events = select.POLLIN | (select.POLLOUT if is_full else 0)
-            if is_full or len(self.links) > 1:
+            if link.error is None:
+                events = select.POLLIN | (select.POLLOUT if link.unsent else 0)
                 self._poll.modify(link.socket, events)
         self._is_reading = True
         self._changed.release()
@@ -203,28 +228,30 @@ class Links:
             self._changed.notify_all()
         places = [self._places[number] for number, _ in ready]
         for place in places:
-            self._flush(place)
+            self.links[place].flush()
         self._read(places)
 
     def _read(self, places: Iterable[int]) -> None:
         for place in places:
+            link = self.links[place]
             try:
-                for key, payload in self.links[place].read():
+                for key, payload in link.read():
                     is_apart, number = key
                     if number > self._num_begun[is_apart] - _MOST_KEPT:
                         self._came[key][place] = payload
             except OSError as error:
-                raise self._lost(place, error) from error
+                if link.error is None:
+                    self._poll.unregister(link.socket)
+                link.error = error
+                link.unsent.clear()
 
-    def _flush(self, place: int) -> None:
-        try:
-            self.links[place].flush()
-        except OSError as error:
-            raise self._lost(place, error) from error
-
-    def _lost(self, place: int, error: OSError) -> RuntimeError:
-        rank = self.ranks[place]
-        return RuntimeError(f"the connection to rank {rank} is lost: {error}")
+    def _check_connected(self, key: Key) -> None:
+        """RuntimeError where one has gone that has not sent its bytes: those that have
+        may go, as into a group of their own."""
+        for place, link in self.links.items():
+            if link.error is not None and place not in self._came[key]:
+                lost = f"the connection to rank {self.ranks[place]} is lost"
+                raise RuntimeError(f"{lost}: {link.error}") from link.error
 
     def _timed_out(self, key: Key) -> str:
         there = self._came[key].keys() | {self.place}
@@ -240,16 +267,17 @@ _links: dict[Any, Links] = {}
 """By group."""
 
 
-def links_of(group: Any) -> Links:
-    """Those among the ranks of `group`. Collective, for these ranks."""
+def links_of(group: Any, *, apart: bool) -> Links:
+    """Those among the ranks of `group`; made where there are none, for an exchange of
+    this kind. Collective, for these ranks."""
     if group not in _links:
         ranks = dist.get_process_group_ranks(group)
         number = sum(each.ranks == ranks for each in _links.values())
-        store = dist.PrefixStore(f"links {number} of {ranks}", default_store())
-        place, timeout_s = dist.get_rank(group), timeout_of(group).total_seconds()
-        made = connect(store, place, len(ranks), timeout_s)
-        links = {place: Link(each) for place, each in made.items()}
-        _links[group] = Links(ranks, place, links, timeout_s)
+        timeout_s = min(timeout_of(group).total_seconds(), timeouts.MOST_POLLED_S)
+        made = Links(ranks, dist.get_rank(group), timeout_s, number)
+        # Before they are made: where that fails, the store has keys of these still.
+        _links[group] = made
+        made.make(dist.PrefixStore(made.name, default_store()), apart=apart)
     return _links[group]
 
 
@@ -277,14 +305,13 @@ def waiting() -> Links | None:
 
 
 def num_begun() -> dict[str, int]:
-    """Exchanges so far, by their name and kind: equal on all ranks, where all is well;
-    the number of an exchange is that of its kind."""
-    found: dict[str, int] = {}
-    for each in list(_links.values()):
-        for apart in (False, True):
-            name = name_of(each, apart=apart)
-            found[name] = found.get(name, 0) + each.num_begun(apart=apart)
-    return found
+    """Exchanges so far, by their name and kind: the same on all ranks of a group, where
+    all is well."""
+    return {
+        name_of(each, apart=apart): each.num_begun(apart=apart)
+        for each in list(_links.values())
+        for apart in (False, True)
+    }
 
 
 def name_of(links: Links, *, apart: bool) -> str:
@@ -298,7 +325,7 @@ class Exchange:
     def __init__(self, group: Any, payload: bytes, *, apart: bool) -> None:
         """Collective."""
         self._payload = payload
-        self._links = links_of(group)
+        self._links = links_of(group, apart=apart)
         self._key = self._links.begin(payload, apart=apart)
 
     def wait(self) -> list[bytes]:
@@ -306,7 +333,8 @@ class Exchange:
         links = self._links
         if is_profiled():
             ranks = ",".join(map(str, links.ranks))
-            with record_function(COMPARE_MARK.format(ranks)):
+            # Its mark is an operator, which a mode of the loop's own would see.
+            with no_dispatch(), record_function(COMPARE_MARK.format(ranks)):
                 found = links.wait(self._key)
         else:
             found = links.wait(self._key)
@@ -372,10 +400,8 @@ def own_address() -> str:
     """Where the others reach this rank: on the interface that gloo uses, and where none
     is named on that which leads to the first rank."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    found = {each.family: each.address for each in _addresses_of(interface)}
-    for kind in (socket.AF_INET, socket.AF_INET6):
-        if kind in found:
-            return found[kind]
+    if found := address_among(psutil.net_if_addrs().get(interface, [])):
+        return found
     first = os.environ.get("MASTER_ADDR", "127.0.0.1")
     kind, *_, to = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(kind, socket.SOCK_DGRAM) as asked:
@@ -383,5 +409,11 @@ def own_address() -> str:
         return str(asked.getsockname()[0])
 
 
-def _addresses_of(interface: str) -> Sequence[Any]:
-    return psutil.net_if_addrs().get(interface, [])
+def address_among(addresses: Iterable[Any]) -> str:
+    """Of an interface's, as psutil has them, the one to be reached at; "" for none. An
+    address that holds on a link alone needs the name of the interface there."""
+    for kind in (socket.AF_INET, socket.AF_INET6):
+        for each in addresses:
+            if each.family == kind and "%" not in each.address:
+                return str(each.address)
+    return ""
