@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
 from kernels import wait_until
 
 from labkit import Lab
@@ -47,11 +50,13 @@ def together(size: int, do: Callable[[int], Any]) -> list[Any]:
         return [*ranks.map(do, range(size))]
 
 
-def linked(server: KeyServer, size: int, timeout_s: float = LONG_S) -> list[Links]:
+def linked(
+    server: KeyServer, size: int, timeout_s: float = LONG_S, number: int = 0
+) -> list[Links]:
     def made(rank: int) -> Links:
         store = LabStore(server.meeting, timedelta(seconds=LONG_S))
         found = Links([*range(size)], rank, timeout_s)
-        found.make(store, apart=False)
+        found.make(dist.PrefixStore(str(number), store), apart=False)
         return found
 
     return together(size, made)
@@ -134,6 +139,56 @@ def exchanged_by(one: Links, other: Links) -> dict[int, bytes]:
     key = one.begin(b"", apart=False)
     exchanged(other, b"last")
     return one.wait(key)
+
+
+class Interrupt:
+    """As a profiler of Python's: interrupts this thread when a call of that number
+    begins, or returns from C. There Python handles signals."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        is_there = frame.f_code.co_filename in (links.__file__, threading.__file__)
+        if is_there and event in ("call", "c_return"):
+            self.left -= 1
+            if self.left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["all is there", "waits"])
+def test_an_interrupt_wherever_it_comes_is_one_and_leaves_no_lock(
+    server: KeyServer, waits: bool
+) -> None:
+    number, is_over = 0, False
+    while not is_over:
+        number += 1
+        one, other = linked(server, 2, number=number)
+        with ThreadPoolExecutor(1) as threads:
+            if waits:
+                threads.submit(begin_when_awaited, other, one)
+            else:
+                other.begin(b"theirs", apart=False)
+            interrupt = Interrupt(number)
+            sys.setprofile(interrupt)
+            try:
+                exchanged(one, b"ours")
+                is_over = True
+            except KeyboardInterrupt:
+                one.waits_since_ns = 1  # for the thread
+            finally:
+                sys.setprofile(None)
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(one._changed.acquire, blocking=False).result()
+        one.close()
+        other.close()
+    assert number > 20
+
+
+def begin_when_awaited(one: Links, other: Links) -> None:
+    wait_until(lambda: other.waits_since_ns > 0, LONG_S, "it is waited for")
+    one.begin(b"theirs", apart=False)
 
 
 def test_whoever_does_not_know_the_token_is_turned_away(server: KeyServer) -> None:

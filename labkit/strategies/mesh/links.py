@@ -114,11 +114,14 @@ class Links:
     _came: dict[Key, dict[int, bytes]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    _changed: threading.Condition = field(default_factory=threading.Condition)
     _is_reading: bool = False
     """Whether a thread waits for the sockets, and others wait for what it finds."""
 
     def __post_init__(self) -> None:
+        # Entered by itself: an interrupt within `Condition.__enter__`, which is in
+        # Python, would leave it locked.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self.links: dict[int, Link] = {}
         """By the place of the other rank."""
         self._places: dict[int, int] = {}
@@ -133,7 +136,7 @@ class Links:
     def make(self, store: Any, *, apart: bool) -> None:
         """Connect to the others, who meet at `store`, for the first exchange: this rank
         waits in it already, as the others see. Collective."""
-        with self._changed:
+        with self._lock:
             self.waits_for, self.waits_since_ns = (apart, 1), time.time_ns()
             try:
                 made = connect(store, self.place, len(self.ranks), self.timeout_s)
@@ -151,7 +154,7 @@ class Links:
 
     def begin(self, payload: bytes, *, apart: bool) -> Key:
         """Send this rank's bytes to all others. Collective."""
-        with self._changed:
+        with self._lock:
             self._check_whole()
             try:
                 self._num_begun[apart] += 1
@@ -169,7 +172,7 @@ class Links:
 
     def wait(self, key: Key) -> dict[int, bytes]:
         """What the others have sent for an exchange that has begun, by place."""
-        with self._changed:
+        with self._lock:
             self._check_whole()
             try:
                 came = self._came[key]
@@ -219,11 +222,11 @@ class Links:
                 events = select.POLLIN | (select.POLLOUT if link.unsent else 0)
                 self._poll.modify(link.socket, events)
         self._is_reading = True
-        self._changed.release()
         try:
+            self._lock.release()  # here: an interrupt may come as it returns
             ready = self._poll.poll(timeout_s * 1e3)
         finally:
-            self._changed.acquire()
+            self._lock.acquire()
             self._is_reading = False
             self._changed.notify_all()
         places = [self._places[number] for number, _ in ready]
