@@ -41,8 +41,6 @@ _HELLO = struct.Struct("<32sI")
 """What the one that connects says first: the other's token, and its own place."""
 _MOST = 2**18
 """Bytes that are read at once."""
-
-
 _MOST_KEPT = 1000
 """Exchanges of a kind, the newest, whose bytes are kept until they are waited for: not
 all are."""
