@@ -1,10 +1,13 @@
 """Hangs caused for real: it is said where every rank stands, and all of them end."""
 
 import dataclasses
+import linecache
 import os
 import re
 import signal
+import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +28,7 @@ from labkit.notebook.diagnostics.stacks import Stacks
 from labkit.notebook.diagnostics.stacks import deadlocks
 from labkit.notebook.diagnostics.stacks import read_dump
 from labkit.notebook.execution import errors
+from labkit.notebook.execution.stop_policy import StopPolicy
 from labkit.records import Call
 from labkit.records import Frame
 from labkit.records import Position
@@ -86,6 +90,35 @@ def until_noted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 def assert_next_cell_works(lab: Lab) -> None:
     lab.run("total = torch.ones(1)\ndist.all_reduce(total)\ntotal = total.item()")
     assert lab.pull("total", "all") == [2.0, 2.0]
+
+
+def test_an_interrupt_whose_handler_is_slow_is_not_lost(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the notebook waits for the ranks, and takes longer than that."""
+    stop = StopPolicy.interrupt
+
+    def slow(self: StopPolicy, now: float) -> None:
+        time.sleep(3 * timeouts.POLL_S)
+        stop(self, now)
+
+    def interrupt_the_wait() -> None:
+        main = threading.main_thread().ident or 0
+        at: tuple[Any, int] | None = None
+        while True:
+            last, frame = at, sys._current_frames()[main]
+            at = frame, frame.f_lineno
+            line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if at == last and re.search(r"get\(timeout|acquire\(True", line):
+                return interrupt()
+            time.sleep(timeouts.QUICK_POLL_S)
+
+    monkeypatch.setattr(StopPolicy, "interrupt", slow)
+    listener = Listener("here", threading.Thread(target=interrupt_the_wait).start)
+    monkeypatch.setattr("sys.stdout", listener)
+    with pytest.raises(errors.Interrupted):
+        lab.run("import time\nprint('here')\ntime.sleep(600)")
+    assert_next_cell_works(lab)
 
 
 # ---- the note ----

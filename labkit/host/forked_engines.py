@@ -38,7 +38,8 @@ class ForkServer:
         """Begins to start it: it takes some seconds to import torch."""
         self._log_file = log_file
         self._engines: dict[int, ForkedProcess] = {}
-        self._answers: queue.SimpleQueue[ForkedProcess | str] = queue.SimpleQueue()
+        # No SimpleQueue, which can miss its timeout: see `CellExecution.start_over`.
+        self._answers: queue.Queue[ForkedProcess | str] = queue.Queue()
         self._forking = threading.Lock()
         self._is_ready = threading.Event()
         self._channel, theirs = socket.socketpair()

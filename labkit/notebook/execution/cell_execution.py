@@ -160,8 +160,10 @@ class CellExecution:
             may_clear=self._listener.may_clear,
             label=self._listener.label,
         )
-        # Another queue: what comes late is of the cell before.
-        self._events: queue.SimpleQueue[tuple[int, str, Any]] = queue.SimpleQueue()
+        # Another queue: what comes late is of the cell before. No SimpleQueue: before
+        # Python 3.13 its `get` waits for ever if a signal's handler takes longer than
+        # what is left of the timeout.
+        self._events: queue.Queue[tuple[int, str, Any]] = queue.Queue()
         self._keyboard = Keyboard(self._ranks, self._answer)
         self._held: list[Future[Any]] | None = None
         """The steps that the ranks say they have taken, while they are to end alike."""

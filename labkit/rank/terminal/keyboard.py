@@ -55,7 +55,8 @@ class Keyboard:
         self._was_interrupted = was_interrupted
         self._can_type = self._looks_back = self._has_debugged = False
         self._numbers = itertools.count(1)
-        self._lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        # No SimpleQueue, which can miss its timeout: see `CellExecution.start_over`.
+        self._lines: queue.Queue[tuple[int, str]] = queue.Queue()
         self._pid = os.getpid()
         self._refuse = shell.kernel.raw_input
         self._debug = shell.debugger
