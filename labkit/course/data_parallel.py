@@ -162,12 +162,16 @@ class StepClock:
         self._note("compute", label, self._last, now)
         self._last = now
 
-    def follow(self, work: dist.Work, label: str) -> None:
-        """A message has begun, and ends when `work` is done."""
+    def follow(self, label: str, begin: Callable[..., Any], *args: Any) -> dist.Work:
+        """A message begins, with `begin(*args, async_op=True)`, and ends when the work
+        that this gives is done."""
+        # Before the call: a backend's thread may take the core, and be done with it.
         began = time.perf_counter()
+        work: dist.Work = begin(*args, async_op=True)
         work.get_future().then(
             lambda _: self._note("messages", label, began, time.perf_counter())
         )
+        return work
 
     def _note(self, lane: str, label: str, began: float, ended: float) -> None:
         self.blocks.append((lane, label, began, ended))
