@@ -100,6 +100,12 @@ def test_a_breakpoint_has_a_header_and_can_be_switched_off(kernel: Kernel) -> No
     reply, _, said = typing(kernel, cell, "c")
     assert reply.status == "ok"
     assert "[rank 0] y is 2.0\n" in said
+    own = (
+        "%%dist\nimport os, sys, types\nown = types.ModuleType('own')\n"
+        "own.hook = lambda **given: print(given)\nsys.modules['own'] = own\n"
+        "os.environ['PYTHONBREAKPOINT'] = 'own.hook'\nbreakpoint(header='here')"
+    )
+    assert kernel.run(own).stdout == "[ranks 0-1] {'header': 'here'}\n"
     for value in ("0", ""):
         cell = f"%%dist\nimport os\nos.environ['PYTHONBREAKPOINT'] = {value!r}"
         assert kernel.run(cell).status == "ok"

@@ -247,7 +247,7 @@ def test_a_wait_ends_and_names_who_has_not_come(server: KeyServer) -> None:
         exchanged(ranks[0], b"0")
 
 
-def test_ranks_that_compare_different_things_are_told_so() -> None:
+def test_ranks_that_compare_different_things_get_an_error() -> None:
     with pytest.raises(RuntimeError, match="compare different things"):
         in_rows([bytes(8), bytes(16)], "int64")
 

@@ -138,14 +138,14 @@ class Keyboard:
             if answered == number:
                 return line
 
-    def _break(self, *args: Any, header: str | None = None, **kwargs: Any) -> None:
+    def _break(self, *args: Any, **kwargs: Any) -> None:
         """Stands for `breakpoint()`; the environment may name another hook, or none."""
         if os.environ.get("PYTHONBREAKPOINT"):
             sys.__breakpointhook__(*args, **kwargs)
             return
         frame = sys._getframe(1)
         if not (why := self._why_not()):
-            if header is not None:
+            if (header := kwargs.get("header")) is not None:
                 print(header)
             self._shell.debugger_cls().set_trace(frame)
             return

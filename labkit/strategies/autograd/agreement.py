@@ -170,8 +170,7 @@ class Course:
     def begin_looking(self) -> None:
         """The model's layers gather their parameters. Collective."""
         self._gathers = True
-        # Makes the group now: a rank that waits there later is in a collective of it,
-        # and not in what makes it, of which no rank can say who is missing.
+        # Makes the links now, and not within the first step.
         self._team.greatest([0], apart=True)
 
     def begin_pass(self) -> None:
@@ -293,13 +292,9 @@ class Course:
 
     def _compare(self, event: Event, which: Pass) -> None:
         """UnsupportedLoopError, on all ranks, unless all are at the same event."""
-        ours_and_samples = (
-            *(event, self.num_passes),
-            which.num_batches,
-            # With one more, or 0 where all parts are equal.
-            0 if which.num_samples is None else which.num_samples + 1,
-        )
-        sent = np.array(ours_and_samples, np.int64)
+        # The samples with one more, or 0 where all parts are equal.
+        samples = 0 if which.num_samples is None else which.num_samples + 1
+        sent = np.array([event, self.num_passes, which.num_batches, samples], np.int64)
         gathered = self._team.begin_gather(sent, apart=True).wait()
         found = [tuple(each) for each in gathered.tolist()]
         ours = found[0][:3]

@@ -99,7 +99,7 @@ class Links:
     """This rank's among them."""
     timeout_s: float
     number: int = 0
-    """By which they are told from others of the same ranks."""
+    """Which of the links that the same ranks have: a group of theirs has its own."""
     is_broken: bool = True
     """Whether they are not made yet, or not all, or an exchange was cut short: what
     comes next may be half of a message."""
