@@ -14,6 +14,9 @@ QUICK_POLL_S = 0.02
 """At what others do in milliseconds: a stack, a part of a checkpoint."""
 LOOK_S = 0.25
 """At the engines' processes, between cells; a death in mid-cell is noticed at once."""
+LOOK_AGAIN_S = 0.75
+"""At what seldom changes of them, such as the limits of their control groups, or is
+reported, such as their end while the fork server lives."""
 
 # ---- a lab: its processes and its group ----
 
@@ -67,6 +70,9 @@ CUT_OFF_S = 3.0
 HEARTBEAT_S = 0.6
 """So long, at least, is it from one look of an agent, at whether it has heard from the
 controller, to the next: the controller's period (`heartbeat_period`) and 0.5 s."""
+BEAT_S = 0.4
+"""From one heartbeat of the controller's to the next, and its period at most, where no
+engine registers: within that look."""
 UNHEARD_S = 22.5
 """An agent that has not heard from it for so long ends all of its lab; later where the
 lab is kept without a kernel for longer."""
@@ -157,11 +163,13 @@ FOLD_S = 0.5
 """A line that one rank printed is held back: others may print the same."""
 
 ORDER = [
+    ("LOOK_AGAIN_S", "REAP_S", "an end that nobody reports is found by then"),
     ("REPORT_S", "REAP_S", "the exit code that the fork server reports is waited for"),
     ("CONNECT_S", "SSH_S", "ssh itself says that it cannot connect"),
     ("ASK_S", "CUT_OFF_S", "one answer that is late is no silence"),
     ("CUT_OFF_S", "LOST_S", "a link may be down for some seconds"),
     ("ANSWER_S", "LOST_S", "a host that is slow is not lost"),
+    ("BEAT_S", "HEARTBEAT_S", "an agent that looks has heard from the controller"),
     ("LOST_S", "UNHEARD_S", "a host that comes back in time has all of its ranks"),
     ("POLL_S", "GRACE_S", "ranks that fail at the same line are seen within the grace"),
     ("GRACE_S", "REPEAT_S", "what stops by itself is not asked twice"),

@@ -98,15 +98,21 @@ def leave_to_threads(outputs: Iterable[Any], header: dict[str, Any]) -> None:
     "ipykernel.kernelbase:Kernel._publish_status",
     "ipykernel.kernelbase:Kernel._publish_execute_input",
 )
-def answer_in_short(kernel: Any, of: Callable[[dict[str, Any]], bool]) -> None:
-    """Answer a request with two messages, not with five, if `of(its message)`.
+def answer_in_short(
+    kernel: Any,
+    of: Callable[[dict[str, Any]], bool],
+    adding: Callable[[], dict[str, Any]],
+) -> None:
+    """Answer a request with one message, not with four, if `of(its message)`.
 
     Neither its code nor its status is published, and the reply does not say when it
-    began, a date that takes long to parse: the sender knows.
+    began, a date that takes long to parse: the sender knows. The reply's content has
+    also what `adding` returns, which is JSON.
     """
     publish_status = kernel._publish_status
     publish_input = kernel._publish_execute_input
     init_metadata = kernel.init_metadata
+    finish_metadata = kernel.finish_metadata
 
     def status(state: str, channel: str, parent: Any = None) -> None:
         if not of(parent or kernel.get_parent(channel)):
@@ -122,8 +128,32 @@ def answer_in_short(kernel: Any, of: Callable[[dict[str, Any]], bool]) -> None:
             found.pop("started", None)
         return found
 
+    def finished(
+        parent: dict[str, Any], found: dict[str, Any], content: dict[str, Any]
+    ) -> Any:
+        if of(parent):
+            content.update(adding())
+        return finish_metadata(parent, found, content)
+
     kernel._publish_status, kernel._publish_execute_input = status, execute_input
-    kernel.init_metadata = metadata
+    kernel.init_metadata, kernel.finish_metadata = metadata, finished
+
+
+def count_published(kernel: Any) -> Callable[[], int]:
+    """Have it counted how many messages a kernel publishes from now on, from whatever
+    thread; what says how many."""
+    socket = kernel.iopub_socket
+    thread = getattr(socket, "io_thread", socket)  # ipyparallel gives that itself
+    send = thread.send_multipart
+    num_sent = 0
+
+    def send_and_count(*args: Any, **more: Any) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        send(*args, **more)
+
+    thread.send_multipart = send_and_count
+    return lambda: num_sent
 
 
 @KERNEL_GATE.needs("ipykernel.iostream:OutStream._original_stdstream_copy")

@@ -92,6 +92,7 @@ class EngineProcess:
         self._limit_bytes: int | None = None
         self._num_oom_kills: dict[str, int] = {}
         self._oom_kill_at = -math.inf
+        self._look_at_group_at = -math.inf
         self._death: Death | None = None
         self._lock = threading.Lock()
         self.look()
@@ -142,10 +143,15 @@ class EngineProcess:
             self.death()
             return
         with self._lock, contextlib.suppress(psutil.Error, OSError, ValueError):
-            if rss := self._process.memory_info().rss:  # it is not about to end
+            rss = self._process.memory_info().rss
+            if rss:  # it is not about to end
                 self._memory_bytes = rss
-                self._limit_bytes = memory_limit(self.pid)
             # cgroup files are gone once the process is; read them while it lives.
+            if (now := time.monotonic()) < self._look_at_group_at:
+                return
+            self._look_at_group_at = now + timeouts.LOOK_AGAIN_S
+            if rss:
+                self._limit_bytes = memory_limit(self.pid)
             self._count_oom_kills({**self._num_oom_kills, **count_oom_kills(self.pid)})
 
     def death(self) -> Death:

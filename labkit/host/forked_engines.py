@@ -207,7 +207,7 @@ class ForkedProcess(psutil.Process):
         can tell it, as the fork server is gone."""
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while not self._has_ended.wait(
-            max(0, min(timeouts.LOOK_S, deadline - time.monotonic()))
+            max(0, min(self._look_s(), deadline - time.monotonic()))
         ):
             if not is_running(self):
                 if (code := exit_code_of_zombie(self.pid)) is not None:
@@ -218,6 +218,9 @@ class ForkedProcess(psutil.Process):
             if time.monotonic() >= deadline:
                 raise psutil.TimeoutExpired(timeout or 0, self.pid)
         return self._exit_code
+
+    def _look_s(self) -> float:
+        return timeouts.LOOK_S if self.is_orphan else timeouts.LOOK_AGAIN_S
 
 
 def exit_code_of_zombie(pid: int) -> int | None:

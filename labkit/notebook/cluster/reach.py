@@ -1,6 +1,7 @@
 """Reaches engines by rank: cells, calls, questions and signals."""
 
 import abc
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from labkit.notebook.hosts.remote import RemoteHost
 from labkit.notebook.kernel import interrupts
 from labkit.rank_spec import format_ranks
 from labkit.records import KEY
+from labkit.records import Outcome
 
 Engine = EngineProcess | RemoteEngine
 OnMessage = Callable[[str, dict[str, Any]], None]
@@ -144,10 +146,23 @@ class Engines(abc.ABC):
 
         `on_message(kind, content)` is called, in the client's thread, with what the
         rank sends meanwhile, in order: IPython's iopub messages ("stream",
-        "display_data", "error", ...) and labkit's own ("batch", "outcome").
+        "display_data", "error", ...) and labkit's own ("batch", "outcome"). The outcome
+        of a cell that has published nothing comes within the reply.
         RankDiedError where the controller does not know the rank any more.
         """
         client = self.client
+
+        def take(msg_id: str, kind: str, value: Any) -> None:
+            on_message(kind, value)
+            if kind == "outcome":  # a cell's last
+                compat.end_output(client, msg_id)
+
+        def hear_reply(msg_id: str, content: dict[str, Any]) -> None:
+            with contextlib.suppress(TypeError):  # the fields are not those
+                if fields := content.get(KEY):
+                    outcome = Outcome(**fields)
+                    if is_message(("outcome", outcome), rank):
+                        take(msg_id, "outcome", outcome)
 
         def receive(msg: dict[str, Any]) -> None:
             kind = msg["header"]["msg_type"]
@@ -157,9 +172,7 @@ class Engines(abc.ABC):
                 data = dict(kept["data"])
                 kept["data"].clear()
                 if is_message(data.get(KEY), rank):
-                    on_message(*data[KEY])
-                    if data[KEY][0] == "outcome":  # a cell's last
-                        compat.end_output(client, msg_id)
+                    take(msg_id, *data[KEY])
                 return
             if kind == "stream":
                 # The client joins all of it again at every message: not needed.
@@ -168,7 +181,7 @@ class Engines(abc.ABC):
             on_message(kind, msg["content"])
 
         return compat.send_cell(
-            client, self._ident(rank), code, {KEY: metadata}, receive
+            client, self._ident(rank), code, {KEY: metadata}, receive, hear_reply
         )
 
     def call(

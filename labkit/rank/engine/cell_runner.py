@@ -23,6 +23,7 @@ from labkit.checks import steps_to_profile
 from labkit.compat.c10d import is_batch_cut
 from labkit.compat.ipython import answer_in_short
 from labkit.compat.ipython import cell_numbers
+from labkit.compat.ipython import count_published
 from labkit.compat.ipython import refuse_cells
 from labkit.compat.ipython import refuse_extension
 from labkit.compat.torch import ThreadSettings
@@ -132,6 +133,10 @@ class CellRunner:
         self._stop_point = StopPoint()
         self._steps: StepsTaken | None = None
         self._begin_error: Exception | None = None
+        self._num_published = 0
+        """Of messages, before the cell."""
+        self._reply: dict[str, Any] = {}
+        """What the reply to the cell is to have besides IPython's own."""
         self._shown_error: BaseException | None = None
         """Whose traceback IPython has shown while the cell ran, last."""
         self._interrupts = CellInterrupts(self.group, refusal=self._refusal)
@@ -168,7 +173,12 @@ class CellRunner:
         shell.compile.cache = self._number_as_in_notebook
         # A record of every message, most of them for no handler.
         shell.kernel.log.setLevel(logging.WARNING)
-        answer_in_short(shell.kernel, lambda parent: KEY in parent.get("metadata", {}))
+        answer_in_short(
+            shell.kernel,
+            lambda parent: KEY in parent.get("metadata", {}),
+            adding=self._pop_reply,
+        )
+        self._count_published = count_published(shell.kernel)
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
         raise_from_scripts(shell)
@@ -207,6 +217,7 @@ class CellRunner:
         self._spec = spec = CellSpec(**metadata[KEY])
         self._requests.ended = self._steps = None
         steps_of_cell.clear()
+        self._num_published, self._reply = self._count_published(), {}
         self._interrupts.begin(spec.number)
         self._keyboard.begin_cell(can_type=spec.can_type)
         self._torch_settings = ThreadSettings()
@@ -289,7 +300,11 @@ class CellRunner:
         outcome = replace(outcome, memory=memory)
         short, number = outcome.in_short(KEPT_CHARACTERS), self._interrupts.number
         self._requests.ended = CellEnd(number, time.time(), short, self._steps, folder)
-        self._publish("outcome", outcome)
+        if emitter is None and self._count_published() == self._num_published:
+            # Nothing it has to come behind: one message, not two.
+            self._reply = {KEY: vars(outcome)}
+        else:
+            self._publish("outcome", outcome)
         if emitter is not None and outcome.status == "ok":
             # What an earlier run left in cycles may be gigabytes. Now, while the
             # user reads: it takes a tenth of a second.
@@ -534,6 +549,10 @@ class CellRunner:
             return function
         rank = self.placement.rank
         return functools.partial(function, rank, self.shell.user_ns["world_size"])
+
+    def _pop_reply(self) -> dict[str, Any]:
+        reply, self._reply = self._reply, {}
+        return reply
 
     def _publish(self, name: str, value: Any) -> None:
         self.shell.data_pub.publish_data(message(name, value))
