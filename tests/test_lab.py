@@ -21,6 +21,7 @@ from torch import nn
 from labkit import Lab
 from labkit import RankError
 from labkit import timeouts
+from labkit.compat import ipyparallel as ipp_compat
 from labkit.host import watchdog
 from labkit.notebook.cluster import engines
 from labkit.notebook.execution.errors import CellTimeoutError
@@ -400,24 +401,41 @@ def test_engines_that_registered_while_the_client_connected_are_found(
         lab.run("dist.barrier()")
 
 
-def test_a_cell_is_answered_by_its_outcome_and_its_end_alone(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
+def test_a_cell_that_shows_nothing_is_answered_by_one_message(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What else IPython says would take a third of a trivial cell's time."""
-    heard: dict[int, set[str]] = {0: set(), 1: set()}
-    execute = engines.Cluster.execute
+    """What else IPython and labkit could say would take half of a trivial cell's
+    time."""
+    published: list[str] = []
+    send = ipp_compat.send_cell
 
-    def listening(self: Any, rank: int, code: str, spec: Any, take: Any) -> Any:
-        def hear(kind: str, content: Any) -> None:
-            heard[rank].add(kind)
-            take(kind, content)
+    def send_and_listen(
+        client: Any, ident: bytes, code: str, spec: Any, on_output: Any, on_reply: Any
+    ) -> Any:
+        def hear(message: Any) -> None:
+            published.append(message["header"]["msg_type"])
+            on_output(message)
 
-        return execute(self, rank, code, spec, hear)
+        return send(client, ident, code, spec, hear, on_reply)
 
-    monkeypatch.setattr(engines.Cluster, "execute", listening)
+    monkeypatch.setattr(ipp_compat, "send_cell", send_and_listen)
     lab.run("x = 1")
-    for kinds in heard.values():
-        assert kinds - {"status"} == {"outcome"}  # that it is idle may come too late
+    assert published == []
+    # Else it comes behind what was shown.
+    lab.run("if rank == 1: print('shown')")
+    assert published == ["stream", "data_message"]
+    assert capsys.readouterr().out == "[rank 1] shown\n"
+
+
+def test_hearts_beat_seldom_where_nobody_registers(lab: Lab) -> None:
+    lab.run(
+        "from ipyparallel.engine.app import IPEngine\n"
+        "beats = []\n"
+        "heard = lambda parts: beats.append(float(parts[-1]))\n"
+        "IPEngine.instance()._hb_listener.on_recv(heard)"
+    )
+    wait_until(lambda: len(lab.pull("beats", 0)) > 5, 60, "six beats")
+    assert np.diff(lab.pull("beats", 0)).min() > timeouts.BEAT_S
 
 
 def test_a_flush_waits_only_where_something_was_written() -> None:

@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "estimate": {"compat", "strategies", *GROUND_FLOOR},
     "checkpoint": {"compat", *GROUND_FLOOR},
     "strategies": {"compat", *GROUND_FLOOR},
-    "compat": {"checks"},
+    "compat": {"checks", "timeouts"},
     # A script's own way in: what runs a cell on a rank, without lab and engine.
     "train": {"checkpoint", "compat", "notebook", "rank", "strategies", *GROUND_FLOOR},
     # Its checks run on ranks, its drawings in the notebook's kernel.

@@ -156,6 +156,18 @@ def count_published(kernel: Any) -> Callable[[], int]:
     return lambda: num_sent
 
 
+@KERNEL_GATE.needs(
+    "ipykernel.iostream:OutStream._original_stdstream_fd",
+    "ipykernel.iostream:OutStream._original_stdstream_copy",
+)
+def captured(stream: Any) -> tuple[int, int] | None:
+    """The file descriptor that ipykernel captures for a stream, and where it went
+    before, the log; None where it captures none."""
+    if getattr(stream, "watch_fd_thread", None) is None:
+        return None
+    return stream._original_stdstream_fd, stream._original_stdstream_copy
+
+
 @KERNEL_GATE.needs("ipykernel.iostream:OutStream._original_stdstream_copy")
 def stderr_fd() -> int:
     """Where the process's own stderr goes, which ipykernel captures: the log."""

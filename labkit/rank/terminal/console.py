@@ -4,13 +4,16 @@ import builtins
 import contextlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from labkit import timeouts
+from labkit.compat.ipython import captured
 from labkit.compat.ipython import display_pages
 from labkit.compat.ipython import leave_to_threads
+from labkit.rank.terminal.native_output import NativeOutput
 from labkit.records import KEY
 
 MAX_TURNS = 50
@@ -53,6 +56,12 @@ class Console:
             self._send.append(flush_what_was_written(stream))
             pace.slow(stream)
         keep_order(*self._streams.values())
+        self._native_output = [
+            NativeOutput(stream.write, *found)
+            for stream in self._streams.values()
+            if (found := captured(stream)) is not None
+        ]
+        write_behind(self._take_native_output, *self._streams.values())
         os.register_at_fork(after_in_child=self._write_to_descriptors)
         display_pages(shell)
         # Lightning takes a prompt for a sign of an interactive user.
@@ -109,8 +118,13 @@ class Console:
             )
             stream.write, stream.flush = file.write, file.flush
 
+    def _take_native_output(self) -> None:
+        for each in self._native_output:
+            each.take()
+
     def end_cell(self) -> None:
         """Send what the cell has printed; threads that continue print between cells."""
+        self._take_native_output()
         for send in self._send:
             send()
         self._leave_to_threads()
@@ -218,3 +232,20 @@ def keep_order(*streams: Any) -> None:
 
     for stream in streams:
         keep(stream)
+
+
+def write_behind(take: Callable[[], None], *streams: Any) -> None:
+    """Have the main thread write behind what other code has written before: `take`."""
+
+    def order(stream: Any) -> None:
+        write = stream.write
+
+        def write_later(text: str) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                take()
+            return write(text)
+
+        stream.write = write_later
+
+    for stream in streams:
+        order(stream)
