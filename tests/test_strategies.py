@@ -413,6 +413,29 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    in_suites([*STRATEGIES, "pipeline"], test=["zero1", "fsdp", "pipeline"]),
+)
+def test_a_norm_of_the_states_is_of_all_or_noted(lab: Lab, strategy: str) -> None:
+    norm = (
+        "squares = [each['exp_avg'].pow(2).sum() for each in optimizer.state.values()]"
+        "\nnorm = float(sum(squares)) ** 0.5"
+    )
+    here: dict[str, Any] = {"rank": 0}
+    exec(BROUGHT, here)
+    here["loader"] = torch.utils.data.DataLoader(here["data"], 8)
+    exec(LOOP_AFTER_IT + norm, here)
+    is_of_all = strategy in ("ddp", "fsdp", "hsdp")
+    for more, is_noted in ("", False), (norm, not is_of_all):
+        lab.run(BROUGHT)
+        run = train(lab, strategy, PREPARED + LOOP_AFTER_IT + more)
+        assert ("the loop goes over optimizer.state" in str(run.notes)) == is_noted
+    found = lab.pull("norm", "all")
+    assert (found == pytest.approx([here["norm"]] * 2, rel=1e-4)) == is_of_all
+    lab.run(norm)  # the run is over, and so are its notes
+
+
 @pytest.mark.parametrize("strategy", in_suites(STRATEGIES, test=["zero1", "zero3"]))
 def test_adagrad_has_the_rates_that_the_loop_sets(lab: Lab, strategy: str) -> None:
     brought = BROUGHT.replace("AdamW(", "Adagrad(").replace("lr=0.01, ", "lr=0.1, ")

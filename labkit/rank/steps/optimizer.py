@@ -53,6 +53,11 @@ STATE_OF_STAGE = (
     "with its state. optimizer.state.clear() resets all states, and a loop over "
     "optimizer.state.values() changes those that this rank has; to read one use ddp"
 )
+STATES_OF_RANK = (
+    "the loop goes over optimizer.state, which under {strategy} has this rank's part "
+    "of the states. What changes each of them alike changes all, but a norm, a sum or "
+    "a maximum is of this part; to read that of all use ddp"
+)
 OWN_OF_PARTS = (
     "{name} expects whole parameters, and under {strategy} a rank has only a part of "
     "them; write what it does into the loop, or use ddp"
@@ -107,6 +112,8 @@ class PreparedOptimizer(torch.optim.Optimizer):
         """The mean over all ranks of a loss that a closure returns."""
         self.on_zero_grad: Callable[[], None] = lambda: None
         """Called where the loop sets all gradients to zero."""
+        self.on_note: Callable[[str], None] = lambda text: None
+        """Called with a sentence to show under the run."""
         self.num_ranks = 1
         """That train this model together."""
         self.forward_state = ForwardState(prepared)
@@ -330,12 +337,18 @@ class PreparedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         state, given = self.prepared.optimizer.state, self.prepared.given_parameters
         has_parts = any(isinstance(each, PartitionedParameter) for each in given)
-        return StateInParts(state, self.prepared.strategy.name) if has_parts else state
+        if not has_parts:
+            return state
+        return StateInParts(state, self.prepared.strategy.name, self.on_note)
 
     @state.setter
     def state(self, state: Any) -> None:
+        if isinstance(state, StateInParts):
+            state = state.found
         if self.prepared.strategy.is_partitioned:
-            ours = set(map(id, (*self.prepared.updated(), *self.state)))
+            ours = set(
+                map(id, (*self.prepared.updated(), *self.prepared.optimizer.state))
+            )
             if any(id(parameter) not in ours for parameter in state):
                 raise UnsupportedLoopError(
                     "the loop sets optimizer.state to the state of parameters that "
@@ -343,8 +356,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
                     "collections.defaultdict(dict); to load one, call "
                     "load_checkpoint(folder), which works across strategies"
                 )
-        if isinstance(state, StateInParts):
-            state = state.found
         self.prepared.optimizer.state = state
 
     @property
@@ -508,9 +519,10 @@ for kind in (StatesOfPart, FlatState):
 class StateInParts(MutableMapping[Any, Any]):
     """The state of an optimizer, of which this rank has not that of every parameter."""
 
-    def __init__(self, found: Any, strategy: str) -> None:
+    def __init__(self, found: Any, strategy: str, note: Callable[[str], None]) -> None:
         self.found = found
         self._strategy = strategy
+        self._note = note
 
     def _check(self, key: Any, *, is_dropped: bool = False) -> None:
         """UnsupportedLoopError for a parameter whose state is not under its own name,
@@ -538,6 +550,7 @@ class StateInParts(MutableMapping[Any, Any]):
         return key in self.found
 
     def __iter__(self) -> Iterator[Any]:
+        self._note(STATES_OF_RANK.format(strategy=self._strategy))
         return iter(self.found)
 
     def __len__(self) -> int:

@@ -798,6 +798,7 @@ class Session:
         stepping = kind(prepared, self._events.take_step)
         stepping.mean_loss = self._mean_over_ranks
         stepping.on_zero_grad = self._events.zero_gradients
+        stepping.on_note = self.note
         stepping.num_ranks = self.peers.size
         self._loss_hooks.number_of(stepping)
         self._optimizers.append(stepping)
