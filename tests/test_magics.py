@@ -118,6 +118,7 @@ def test_start_says_ready_when_it_is(kernel: Kernel) -> None:
         ("%dist_train ddp f()", "no function 'f()'; write its name alone: f"),
         ("%dist_train f ddp", "unknown strategy 'f'; choose one of: single,"),
         ("%dist_push nothing", "the notebook has no variable 'nothing'"),
+        ("%%dist_tune ddp --space lr=1..2\n1", "'lr=1..2'; assign the value to one in"),
         ("%dist_pull nothing", "no variable 'nothing'"),
         ("%dist_pull x --rank 0 --all", "--all and --rank: choose one"),
         ("%dist_pull x --rank 9", "this lab has the ranks 0, 1"),

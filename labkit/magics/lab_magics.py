@@ -552,6 +552,11 @@ class LabMagics(Magics):
             there = f"the notebook has no {what} {short_repr(name)}; "
             if (bare := name.removesuffix("()")) != name:
                 raise NameError(f"{there}write its name alone: {bare}")
+            if not name.isidentifier():
+                raise NameError(
+                    f"{there}assign the value to one in a cell without a magic, and "
+                    "give its name here"
+                )
             raise NameError(f"{there}define it in a cell without a magic")
         return self.shell.user_ns[name]
 
