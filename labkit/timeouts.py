@@ -67,12 +67,12 @@ SELDOM_S = 30.0
 """At a program on a host of a profile's that has printed nothing for as long."""
 CUT_OFF_S = 3.0
 """Of a host that has not answered for so long, no rank is killed for not stopping."""
-HEARTBEAT_S = 0.6
+HEARTBEAT_S = 0.55
 """So long, at least, is it from one look of an agent, at whether it has heard from the
 controller, to the next: the controller's period (`heartbeat_period`) and 0.5 s."""
 BEAT_S = 0.4
-"""From one heartbeat of the controller's to the next, and its period at most, where no
-engine registers: within that look."""
+"""From one heartbeat of the controller's to the next, where no engine registers: within
+that look."""
 UNHEARD_S = 22.5
 """An agent that has not heard from it for so long ends all of its lab; later where the
 lab is kept without a kernel for longer."""

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import os
-import time
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ import psutil
 import zmq
 from ipyparallel.cluster.launcher import LocalEngineLauncher
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher
+from tornado.ioloop import IOLoop
 
 from labkit import timeouts
 from labkit.compat.gate import Gate
@@ -169,7 +169,8 @@ def unregister(client: Any, engine_id: int) -> None:
     "ipyparallel.controller.hub:Hub.save_queue_request",
     "ipyparallel.controller.hub:Hub.save_queue_result",
     "ipyparallel.controller.hub:Hub.incoming_registrations",
-    "ipyparallel.controller.heartmonitor:HeartMonitor.tic",
+    "ipyparallel.controller.hub:Hub.register_engine",
+    "ipyparallel.controller.heartmonitor:HeartMonitor.caller",
 )
 def spare_controller() -> None:
     """In a controller: be one process, pass messages on unread, and let hearts beat
@@ -186,17 +187,32 @@ def spare_controller() -> None:
     from ipyparallel.controller.heartmonitor import HeartMonitor
     from ipyparallel.controller.hub import Hub
 
-    hubs: list[Any] = []
-    make_hub, beat = Hub.__init__, HeartMonitor.beat
+    start, beat, register = HeartMonitor.start, HeartMonitor.beat, Hub.register_engine
+    monitors: list[tuple[Any, IOLoop]] = []
+    awaited: dict[Any, Any] = {}
 
-    def note_hub(self: Any, **settings: Any) -> None:
-        make_hub(self, **settings)
-        hubs.append(self)
+    def start_and_note(self: Any) -> None:
+        start(self)
+        monitors.append((self, IOLoop.current()))
 
-    def beat_where_due(self: Any) -> None:
-        is_needed = any(hub.incoming_registrations for hub in hubs)
-        if is_needed or time.monotonic() - self.tic > timeouts.BEAT_S:
-            beat(self)
+    def beat_and_slow_down(self: Any) -> None:
+        beat(self)
+        if not awaited:
+            self.caller.callback_time = max(self.period, 1000 * timeouts.BEAT_S)
+
+    def register_soon(self: Any, *request: Any) -> Any:
+        nonlocal awaited
+        registered = register(self, *request)
+        awaited = self.incoming_registrations
+        for monitor, loop in monitors:
+            loop.add_callback(hasten, monitor)
+        return registered
+
+    def hasten(monitor: Any) -> None:
+        if monitor.caller.callback_time > monitor.period:
+            monitor.caller.stop()
+            monitor.caller.callback_time = monitor.period
+            monitor.caller.start()
 
     class Part(Thread):
         """Its heart monitor, which is needed while engines register."""
@@ -207,7 +223,8 @@ def spare_controller() -> None:
     app.Process = Part
     for name in "monitor_iopub_message", "save_queue_request", "save_queue_result":
         setattr(Hub, name, lambda *_: None)
-    Hub.__init__, HeartMonitor.beat = note_hub, beat_where_due
+    Hub.register_engine = register_soon
+    HeartMonitor.start, HeartMonitor.beat = start_and_note, beat_and_slow_down
     logging.disable(logging.WARNING)
 
 

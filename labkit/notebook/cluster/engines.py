@@ -106,7 +106,7 @@ def start_cluster(placements: Sequence[Placement], **settings: Any) -> "Cluster"
 def heartbeat_period(num_ranks: int) -> str:
     """An option of the controller. Engines are registered by a heartbeat, for which
     ipyparallel's 3 s is long; each takes a tenth of a millisecond a rank."""
-    return f"--HeartMonitor.period={min(250, max(100, 12 * num_ranks))}"
+    return f"--HeartMonitor.period={min(250, max(50, 12 * num_ranks))}"
 
 
 class LabEngines(Engines):
