@@ -302,7 +302,7 @@ class Pipeline(Prepared):
             args, kwargs = tree_unflatten(chunk, spec)
             with self.relay.passing():
                 output, out_spec = flatten(function(*args, **kwargs))
-                found.append([*map(self.relay.current, output)])
+                found.append([*map(self.relay.memory.current, output)])
             if len(found) == 1 and first_is_done is not None:
                 first_is_done()
         return [joined(each) for each in zip(*found, strict=True)], out_spec

@@ -30,14 +30,12 @@ from labkit.compat.torch import held_by
 from labkit.compat.torch import is_checkpointed
 from labkit.compat.torch import is_functorch_wrapped
 from labkit.compat.torch import is_within_backward
-from labkit.compat.torch import storage_key
 from labkit.compat.torch import tree_flatten
 from labkit.compat.torch import tree_map_only
 from labkit.compat.torch import tree_unflatten
 from labkit.strategies.autograd.forward import Forward
 from labkit.strategies.autograd.forward import wrap_forward
 from labkit.strategies.autograd.rewritten import Substitute
-from labkit.strategies.autograd.rewritten import have_common
 from labkit.strategies.autograd.structures import Given
 from labkit.strategies.autograd.structures import Places
 from labkit.strategies.autograd.structures import flatten
@@ -50,12 +48,10 @@ from labkit.strategies.mesh.channel import Channel
 from labkit.strategies.mesh.collectives import NoCollectives
 from labkit.strategies.mesh.device_mesh import another_group
 from labkit.strategies.model.writes import watch_unseen
-from labkit.strategies.relay.agreements import NOT_HERE
 from labkit.strategies.relay.agreements import Agreements
 from labkit.strategies.relay.agreements import Known
 from labkit.strategies.relay.agreements import stage_of
 from labkit.strategies.relay.elsewhere import COLLECTIVE
-from labkit.strategies.relay.elsewhere import WRITTEN
 from labkit.strategies.relay.elsewhere import Elsewhere
 from labkit.strategies.relay.elsewhere import alias_of
 from labkit.strategies.relay.elsewhere import as_elsewhere
@@ -67,11 +63,9 @@ from labkit.strategies.relay.elsewhere import elsewhere
 from labkit.strategies.relay.elsewhere import is_elsewhere
 from labkit.strategies.relay.elsewhere import is_view
 from labkit.strategies.relay.elsewhere import leaves_of
-from labkit.strategies.relay.elsewhere import lose
 from labkit.strategies.relay.elsewhere import of_all
 from labkit.strategies.relay.elsewhere import of_stage
 from labkit.strategies.relay.elsewhere import plain
-from labkit.strategies.relay.elsewhere import replace
 from labkit.strategies.relay.elsewhere import written_in
 from labkit.strategies.relay.flags import flags_of
 from labkit.strategies.relay.functions import Enter
@@ -83,6 +77,11 @@ from labkit.strategies.relay.functions import Send
 from labkit.strategies.relay.functions import Shapes
 from labkit.strategies.relay.functions import edge_of
 from labkit.strategies.relay.functions import edges_used
+from labkit.strategies.relay.memory import Common
+from labkit.strategies.relay.memory import Memory
+from labkit.strategies.relay.memory import are_in_common
+from labkit.strategies.relay.memory import in_common
+from labkit.strategies.relay.memory import memory_of
 from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.stages import Stages
 
@@ -137,13 +136,6 @@ WRITES_UNSEEN = (
     "like x.data.mul_(2), and under pipeline other ranks would keep it as it was. Have "
     "it write to a copy, x = x.clone(), or return what it computes; or use ddp"
 )
-WRITTEN_TWIN = (
-    "a layer returns a tensor that it is given, or a view of it, and forward writes in "
-    "place to one of the two and uses the other. Under pipeline the layer has a copy "
-    "from another rank, so the write would be missing. Have the layer return a copy "
-    "(x.clone()), or write to none of them (x = x * 2 in place of x.mul_(2)); or use "
-    "ddp"
-)
 CHANGES_INPUT = (
     "{name} changes a list, a dict or an object that it is given, and under pipeline "
     "a layer gets a copy: what forward does with its own would go on without the "
@@ -155,10 +147,6 @@ OTHER_WAY = (
     "in place of fit: there forward may take another way in each batch"
 )
 Watch = Callable[[str], contextlib.AbstractContextManager[Any]]
-
-
-Common = list[tuple[int, int]]
-"""Of what a layer returns, which have the memory of which of its leaves."""
 
 
 @dataclass(frozen=True)
@@ -242,15 +230,8 @@ class Relay:
         """The layers, by number and mode, that have run: none called a collective."""
         self._written: list[torch.Tensor] = []
         """Tensors of no stage that the pass under way has written to."""
-        self._replaced: list[torch.Tensor] = []
-        """Tensors of which others have taken the place in the pass under way."""
-        self._stale: dict[int, list[tuple[torch.Tensor, str]]] = {}
-        """The same, by storage: in each of these one is, here, as it was before. With
-        what to say where it is used."""
-        self._twins: dict[int, list[torch.Tensor]] = {}
-        """By storage, tensors that one process would have in that one, and that are in
-        another here: one is a copy on the rank of a layer, which has returned it, or a
-        view of it."""
+        self.memory = Memory(self)
+        """What the pass under way has written to, and has copies of."""
         self._in_flight: set[int] = set()
         """Storages of tensors that may not have arrived yet where they are sent."""
         self._flags = [flags_of(module) for module in stages.modules]
@@ -296,7 +277,7 @@ class Relay:
         args, kwargs = tree_unflatten([self.enter(leaf) for leaf in leaves], spec)
         with self.passing():
             outputs, spec = flatten(function(*args, **kwargs))
-            outputs = [self.current(output) for output in outputs]
+            outputs = [self.memory.current(output) for output in outputs]
             self._share_written()
         return unflatten(self.leave(outputs), spec)
 
@@ -323,11 +304,7 @@ class Relay:
         finally:
             if is_first:
                 self.is_inside = False
-                for tensor in self._replaced:  # or they would keep each other alive
-                    lose(tensor, NOT_HERE, self)
-                self._replaced.clear()
-                self._stale.clear()
-                self._twins.clear()
+                self.memory.clear()
 
     @contextlib.contextmanager
     def _own_numbers(self, *key: int) -> Iterator[None]:
@@ -369,7 +346,7 @@ class Relay:
         """A function of what stages have computed: the last of them computes it, and
         gets what it lacks from the others."""
         given, spec = tree_flatten((args, kwargs))
-        leaves = [self.current(leaf) for leaf in given]
+        leaves = [self.memory.current(leaf) for leaf in given]
         if any(map(operator.is_not, leaves, given)):
             args, kwargs = tree_unflatten(leaves, spec)
         staged = [leaf for leaf in leaves if stage_of(leaf) is not None]
@@ -404,7 +381,7 @@ class Relay:
             args, kwargs = tree_unflatten(leaves, spec)
             if is_tensor(written):
                 now = written_in(name, args, kwargs)
-                self._replace(written, now, stage)
+                self.memory.replace(written, now, stage)
                 written = now
         result = self._run_function(func, name, args, kwargs, leaves)
         of_all_ranks = [
@@ -423,9 +400,9 @@ class Relay:
         results = leaves_of(result)
         for number, place in in_common(results, leaves) if were_sent else ():
             if place in were_sent and leaves[place] is not written:
-                self._pair(own[place], results[number])
+                self.memory.pair(own[place], results[number])
         if is_tensor(written):  # also by `__setitem__`, which returns None
-            self._lose_twins(own_written)
+            self.memory.lose_twins(own_written)
             for each in (written, current(written)):
                 of_stage(each, stage, self)
         if self._is_loss and isinstance(result, torch.Tensor):
@@ -450,48 +427,6 @@ class Relay:
                     func, *tree_map_only(torch.Tensor, as_elsewhere, (args, kwargs))
                 ),
             )
-
-    def _replace(self, tensor: torch.Tensor, now: torch.Tensor, stage: int) -> None:
-        replace(tensor, now, stage, self)
-        if tensor is not now:
-            self._replaced.append(tensor)
-            if (key := memory_of(tensor)) != memory_of(now):
-                self._stale.setdefault(key, []).append((tensor, WRITTEN))
-
-    def _pair(self, own: torch.Tensor, other: torch.Tensor) -> None:
-        """One process would have these two in one memory, and here the rank that has
-        computed `other` had a copy of `own`."""
-        keys = memory_of(own), memory_of(other)
-        if keys[0] != keys[1]:
-            self._twins.setdefault(keys[0], []).append(other)
-            self._twins.setdefault(keys[1], []).append(own)
-
-    def _lose_twins(self, written: torch.Tensor) -> None:
-        """Have those of a tensor that has been written to be of no use any more: they
-        are what it was."""
-        if not self._twins:
-            return
-        seen, coming = {memory_of(written)}, [*self._twins.get(memory_of(written), [])]
-        while coming:
-            twin = coming.pop()
-            if (key := memory_of(twin)) not in seen:
-                seen.add(key)
-                self._stale.setdefault(key, []).append((twin, WRITTEN_TWIN))
-                coming += self._twins.get(key, [])
-
-    def current(self, leaf: Any) -> Any:
-        """What has taken the place of a tensor, if something has; all else as it is.
-
-        Raises UnsupportedLoopError for one that shares memory with a tensor that only
-        another rank has written to: a view of it, or what detach() gave; or would in
-        one process, as what a layer returns of what it is given.
-        """
-        leaf = current(leaf)
-        if self._stale and is_tensor(leaf):
-            for each, why in self._stale.get(memory_of(leaf), []):
-                if are_in_common(leaf, each):
-                    raise UnsupportedLoopError(why)
-        return leaf
 
     def _share_written(self) -> None:
         """Have every rank have what this pass has written to tensors that the model
@@ -723,7 +658,9 @@ class Relay:
         """Run a layer that rank `owner` has: there, or for the shapes of its output.
         It is the model's, or that of a copy."""
         leaves, spec = flatten((args, kwargs))
-        given = leaves = [self._as_computed(self.current(leaf)) for leaf in leaves]
+        given = leaves = [
+            self._as_computed(self.memory.current(leaf)) for leaf in leaves
+        ]
         own = holders_of(args, kwargs) if may_hold(args, kwargs) else []
         name = self.stages.names[number]
         count = self._calls[number] = self._calls.get(number, 0) + 1
@@ -739,11 +676,11 @@ class Relay:
         for place, now in run.rewritten.items():
             if sum(are_in_common(each, given[place]) for each in given) > 1:
                 raise UnsupportedLoopError(WRITES_TO_ONE.format(name=name))
-            self._replace(given[place], now, self.stages.stage_of[number])
-            self._lose_twins(given[place])
+            self.memory.replace(given[place], now, self.stages.stage_of[number])
+            self.memory.lose_twins(given[place])
         for place, other in run.shared:
             if place not in run.rewritten and self._is_apart(given[place], number):
-                self._pair(given[place], other)
+                self.memory.pair(given[place], other)
         if not run.places:
             return run.output
         copies = holders_in(run.output)
@@ -953,35 +890,6 @@ class Relay:
 def is_of_no_stage(leaf: Any) -> bool:
     """Whether it is what a layer of another rank has left, but not returned."""
     return isinstance(leaf, Elsewhere) and leaf.stage is None
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    with DisableTorchFunctionSubclass():
-        return storage_key(tensor.untyped_storage())
-
-
-def are_in_common(leaf: Any, tensor: torch.Tensor) -> bool:
-    """Whether something is a tensor that has elements of another one's memory."""
-    if leaf is tensor:
-        return True
-    if not is_tensor(leaf) or memory_of(leaf) != memory_of(tensor):
-        return False
-    with DisableTorchFunctionSubclass():
-        return have_common([leaf, tensor])
-
-
-def in_common(outputs: Sequence[Any], inputs: Sequence[Any]) -> Common:
-    """Which of some outputs have the memory of which inputs."""
-    with DisableTorchFunctionSubclass():
-        places = {memory_of(x): n for n, x in enumerate(inputs) if has_memory(x)}
-        keys = [memory_of(x) if has_memory(x) else 0 for x in outputs]
-    return [(n, places[key]) for n, key in enumerate(keys) if key in places]
-
-
-def has_memory(leaf: Any) -> bool:
-    """Whether it is a tensor with a storage of its own."""
-    is_dense = is_tensor(leaf) and leaf.layout is torch.strided
-    return is_dense and not is_functorch_wrapped(leaf)
 
 
 def is_mask(leaf: Any) -> bool:
