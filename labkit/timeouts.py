@@ -157,6 +157,8 @@ GIVE_UP_S = 2.0
 
 # ---- output ----
 
+PIECE_S = 0.0001
+"""From one look whether what other programs have printed is written, to the next."""
 PRINT_S = 1.0
 """A single print of a rank that has printed more than the notebook shows."""
 FOLD_S = 0.5

@@ -1,7 +1,10 @@
 """What other programs print in a cell is shown in order, and before the cell ends."""
 
 import os
+import re
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +12,7 @@ import pytest
 from kernels import wait_until
 
 from labkit import Lab
+from labkit.notebook.execution.errors import Interrupted
 from labkit.rank.terminal.native_output import NativeOutput
 
 pytestmark = pytest.mark.timeout(120)
@@ -28,7 +32,7 @@ def say(descriptor: int, text: str) -> None:
     subprocess.run(["sh", "-c", text], stdout=descriptor, check=True)
 
 
-def test_what_a_program_has_printed_is_taken_at_once(
+def test_what_a_program_has_printed_can_be_waited_for(
     tmp_path: Path, descriptor: int
 ) -> None:
     shown: list[str] = []
@@ -36,7 +40,7 @@ def test_what_a_program_has_printed_is_taken_at_once(
         output = NativeOutput(shown.append, descriptor, log.fileno())
         for number in range(50):
             say(descriptor, f"echo {number}")
-            output.take()
+            output.wait()
             assert "".join(shown).split() == [*map(str, range(number + 1))]
     assert (tmp_path / "log").read_text() == "".join(shown)
 
@@ -58,7 +62,7 @@ def test_a_character_in_two_pieces_is_one(tmp_path: Path, descriptor: int) -> No
         output = NativeOutput(shown.append, descriptor, log.fileno())
         for piece in "ä\n".encode():
             os.write(descriptor, bytes([piece]))
-            output.take()
+            output.wait()
     assert "".join(shown) == "ä\n"
 
 
@@ -76,12 +80,66 @@ def test_programs_and_cells_print_in_order(
                 "print('a')\n"
                 "_ = os.system('echo b')\n"
                 "print('c', file=sys.stderr)\n"
-                "_ = os.system('echo d')"
+                "os.system('echo d')"
             )
             captured = capsys.readouterr()
             words = captured.out.replace("[ranks 0-1]", "").split()
-            assert words == [*"abd"]
+            assert words == [*"abd0"]
             assert captured.err.split() == ["[ranks", "0-1]", "c"]
         lab.run("os.close(1)\nprint('no descriptor')")
         lab.run("print('as before')")
         assert capsys.readouterr().out.count("[ranks 0-1]") == 2
+
+
+@pytest.mark.long
+def test_forks_take_nothing_that_the_rank_is_to_show(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """Also where something has kept the stream's `write` of before, as a bar does."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with Lab(num_ranks=1) as lab:
+        capsys.readouterr()
+        lab.run(
+            "import os, sys, threading\n"
+            "write, others = sys.stdout.write, threading.Event()\n"
+            "def print_natively():\n"
+            "    while not others.wait(0.0002):\n"
+            "        os.write(2, b'noise\\n')\n"
+            "noise = threading.Thread(target=print_natively)\n"
+            "noise.start()\n"
+            "for number in range(30):\n"
+            "    if (pid := os.fork()) == 0:\n"
+            "        os.system(f'echo line {number}')\n"
+            "        write('')\n"
+            "        os._exit(0)\n"
+            "    os.waitpid(pid, 0)\n"
+            "others.set()\n"
+            "noise.join()",
+            timeout=60,
+        )
+        shown = capsys.readouterr().out
+        assert re.findall(r"line (\d+)", shown) == [*map(str, range(30))]
+
+
+@pytest.mark.long
+def test_an_interrupt_loses_nothing_that_was_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with Lab(num_ranks=1) as lab:
+        capsys.readouterr()
+        for _ in range(10):
+            stop = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
+            stop.start()
+            with pytest.raises(Interrupted):
+                lab.run(
+                    "import os\n"
+                    "count = 0\n"
+                    "while True:\n"
+                    "    line, count = f'line {count};\\n'.encode(), count + 1\n"
+                    "    _ = os.write(1, line)\n"
+                    "    print(end='')"
+                )
+            numbers = re.findall(r"line (\d+);", capsys.readouterr().out)
+            assert numbers == [*map(str, range(len(numbers)))]
+            assert len(numbers) in (lab.pull("count", 0), lab.pull("count", 0) - 1)

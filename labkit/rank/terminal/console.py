@@ -61,7 +61,7 @@ class Console:
             for stream in self._streams.values()
             if (found := captured(stream)) is not None
         ]
-        write_behind(self._take_native_output, *self._streams.values())
+        write_behind(self._wait_for_native_output, *self._streams.values())
         os.register_at_fork(after_in_child=self._write_to_descriptors)
         display_pages(shell)
         # Lightning takes a prompt for a sign of an interactive user.
@@ -110,21 +110,23 @@ class Console:
     def _write_to_descriptors(self) -> None:
         """In a fork, as a DataLoader's worker is: nothing sends what its streams keep.
 
-        The rank reads its own file descriptors 1 and 2, which forks share.
+        The rank reads its own file descriptors 1 and 2, which forks share, and has the
+        threads that do.
         """
+        self._native_output = []
         for number, stream in enumerate(self._streams.values(), start=1):
             file = open(  # noqa: SIM115
                 number, "w", 1, "utf-8", "backslashreplace", closefd=False
             )
             stream.write, stream.flush = file.write, file.flush
 
-    def _take_native_output(self) -> None:
+    def _wait_for_native_output(self) -> None:
         for each in self._native_output:
-            each.take()
+            each.wait()
 
     def end_cell(self) -> None:
         """Send what the cell has printed; threads that continue print between cells."""
-        self._take_native_output()
+        self._wait_for_native_output()
         for send in self._send:
             send()
         self._leave_to_threads()
@@ -234,18 +236,26 @@ def keep_order(*streams: Any) -> None:
         keep(stream)
 
 
-def write_behind(take: Callable[[], None], *streams: Any) -> None:
-    """Have the main thread write behind what other code has written before: `take`."""
+def write_behind(wait: Callable[[], None], *streams: Any) -> None:
+    """Have the main thread `wait` before it writes or flushes, as before a display: for
+    what others have written."""
+
+    def wait_if_main() -> None:
+        if threading.current_thread() is threading.main_thread():
+            wait()
 
     def order(stream: Any) -> None:
-        write = stream.write
+        write, flush = stream.write, stream.flush
 
         def write_later(text: str) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                take()
+            wait_if_main()
             return write(text)
 
-        stream.write = write_later
+        def flush_later() -> None:
+            wait_if_main()
+            flush()
+
+        stream.write, stream.flush = write_later, flush_later
 
     for stream in streams:
         order(stream)

@@ -5,8 +5,11 @@ import contextlib
 import os
 import select
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+
+from labkit import timeouts
 
 _PIECE = 2**16
 """Bytes that are read at once: all that a pipe holds, of Linux's usual size."""
@@ -17,7 +20,7 @@ class NativeOutput:
 
     ipykernel does the same in a thread, which may come late: what `os.system` prints is
     then shown behind what the cell prints next, or after its end. Here the main thread
-    reads what is there before it goes on.
+    can wait for it. It reads nothing itself: an interrupt would lose what it has read.
     """
 
     def __init__(self, write: Callable[[str], Any], descriptor: int, log: int) -> None:
@@ -26,39 +29,44 @@ class NativeOutput:
         self._write = write
         self._log = log
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # A signal's handler may print while the main thread has it.
-        self._reading = threading.RLock()
         self._pipe, end = os.pipe()
-        os.set_blocking(self._pipe, False)
         os.dup2(end, descriptor)  # nothing comes to ipykernel any more
         os.close(end)
-        self._has_come = select.poll()
-        self._has_come.register(self._pipe, select.POLLIN)
-        name = f"labkit-output-{descriptor}"
-        threading.Thread(target=self._watch, name=name, daemon=True).start()
+        self._num_pieces = 0
+        self._is_writing = False
+        self._thread = threading.Thread(
+            target=self._watch, name=f"labkit-output-{descriptor}", daemon=True
+        )
+        self._poll = self._new_poll()
+        self._thread.start()
 
-    def take(self) -> None:
-        """Write what has come so far."""
-        with self._reading:  # the thread may have some of it in its hands
-            if self._has_come.poll(0):
-                self._take_piece()
+    def wait(self) -> None:
+        """Until what has come so far is written."""
+        # The thread may have a piece in its hands, and all else comes in the next one.
+        last = self._num_pieces + 2
+        while (
+            self._num_pieces < last
+            # In this order: it says that it is about to write before it reads.
+            and (self._poll.poll(0) or self._is_writing)
+            and self._thread.is_alive()
+        ):
+            time.sleep(timeouts.PIECE_S)
+
+    def _new_poll(self) -> Any:
+        """Of one thread: two that poll by the same object are an error."""
+        poll = select.poll()
+        poll.register(self._pipe, select.POLLIN)
+        return poll
 
     def _watch(self) -> None:
-        """In a thread: write what comes, whatever the main thread does."""
-        poll, is_open = select.poll(), True
-        poll.register(self._pipe, select.POLLIN)
-        while is_open:
+        """In a thread: write what comes until nobody is left to write to the pipe."""
+        poll, piece = self._new_poll(), b" "
+        while piece:
             poll.poll()
-            with self._reading:
-                is_open = self._take_piece()
-
-    def _take_piece(self) -> bool:
-        """Whether somebody may still write to the pipe."""
-        try:
+            self._is_writing = True
             piece = os.read(self._pipe, _PIECE)
-        except BlockingIOError:  # another thread has taken it
-            return True
-        with contextlib.suppress(OSError):  # the disk is full, say
-            os.write(self._log, piece)
-        self._write(self._decoder.decode(piece))
-        return piece != b""
+            with contextlib.suppress(OSError):  # the disk is full, say
+                os.write(self._log, piece)
+            self._write(self._decoder.decode(piece))
+            self._num_pieces += 1
+            self._is_writing = False
