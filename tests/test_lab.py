@@ -427,6 +427,23 @@ def test_a_cell_that_shows_nothing_is_answered_by_one_message(
     assert capsys.readouterr().out == "[rank 1] shown\n"
 
 
+def test_what_a_hook_of_the_users_prints_after_a_cell_is_shown(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.run(
+        "events = get_ipython().events\n"
+        "ended = lambda result: print('the cell took long')\n"
+        "events.register('post_run_cell', ended)"
+    )
+    capsys.readouterr()
+    try:
+        lab.run("print('the cell')")
+        shown = capsys.readouterr().out
+        assert shown == "[ranks 0-1] the cell\n            the cell took long\n"
+    finally:
+        lab.run("events.unregister('post_run_cell', ended)")
+
+
 def test_hearts_beat_seldom_where_nobody_registers(lab: Lab) -> None:
     lab.run(
         "from ipyparallel.engine.app import IPEngine\n"

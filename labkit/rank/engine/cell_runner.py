@@ -218,6 +218,9 @@ class CellRunner:
         self._requests.ended = self._steps = None
         steps_of_cell.clear()
         self._num_published, self._reply = self._count_published(), {}
+        # Behind those of the user's own, such as one that prints how long a cell took.
+        self.shell.events.unregister("post_run_cell", self._after_cell)
+        self.shell.events.register("post_run_cell", self._after_cell)
         self._interrupts.begin(spec.number)
         self._keyboard.begin_cell(can_type=spec.can_type)
         self._torch_settings = ThreadSettings()
