@@ -12,6 +12,7 @@ import pytest
 from kernels import wait_until
 
 from labkit import Lab
+from labkit import RankError
 from labkit.notebook.execution.errors import Interrupted
 from labkit.rank.terminal.native_output import NativeOutput
 
@@ -143,3 +144,45 @@ def test_an_interrupt_loses_nothing_that_was_written(
             numbers = re.findall(r"line (\d+);", capsys.readouterr().out)
             assert numbers == [*map(str, range(len(numbers)))]
             assert len(numbers) in (lab.pull("count", 0), lab.pull("count", 0) - 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        (
+            "import ctypes\n"
+            "ctypes.CDLL(None).__assert_fail(b'i < n', b'a.cu', 9, b'f')",
+            r"native code aborted, after it printed \".*a.cu:9: f: Assertion `i < n'",
+        ),
+        (
+            "import os\nos.write(2, b'NCCL fatal: no\\n\\xff'); os._exit(7)",
+            r"exit code 7, after it printed \"NCCL fatal: no; \ufffd\"",
+        ),
+        ("import os\nos._exit(7)", "ended with exit code 7;"),
+    ],
+)
+@pytest.mark.long
+def test_the_last_words_of_native_code_are_told(
+    monkeypatch: pytest.MonkeyPatch, code: str, told: str
+) -> None:
+    """Also those that the process itself had not read when it died."""
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with Lab(num_ranks=1) as lab, pytest.raises(RankError, match=told):
+        lab.run(code)
+
+
+@pytest.mark.long
+def test_a_program_prints_to_the_streams_of_the_cell(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    with Lab(num_ranks=1) as lab:
+        capsys.readouterr()
+        lab.run(
+            "import faulthandler, subprocess, sys\n"
+            "_ = subprocess.run(['echo', 'hello'], stdout=sys.stdout)\n"
+            "faulthandler.dump_traceback()"
+        )
+        captured = capsys.readouterr()
+        assert "hello" in captured.out
+        assert "most recent call first" in captured.err

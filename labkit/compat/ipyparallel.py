@@ -125,6 +125,8 @@ def keep_listening(client: Any) -> None:
         try:
             client._dispatch_iopub(parts)
         except Exception as error:
+            if isinstance(error, AttributeError) and error.name == "kernel":
+                return  # a widget's, and IPython in a terminal shows none
             _logger.warning("passed over what an engine published: %r", error)
 
     client._io_loop.add_callback(client._iopub_stream.on_recv, take, copy=False)
@@ -258,6 +260,19 @@ def end_loop(cluster: Any) -> None:
         cluster._async_thread = None
 
 
+def text_of(log_file: str) -> str:
+    """What a process has printed; "" where nothing was written.
+
+    ipyparallel fails where that is no UTF-8, and in a notebook's loop it removes the
+    file at once, before anyone has read there why the process died: it goes with the
+    lab.
+    """
+    try:
+        return Path(log_file).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 @GATE.needs(f"{_LAUNCHER}._start_waiting")
 def launcher_of_engines(start: StartEngine) -> type[LocalEngineSetLauncher]:
     """A launcher of engines that `start` starts.
@@ -276,10 +291,7 @@ def launcher_of_engines(start: StartEngine) -> type[LocalEngineSetLauncher]:
             self._start_waiting()
 
         def get_output(self, remove: bool = False) -> str:
-            # In a notebook's loop it is removed at once, before anyone has read there
-            # why the engine died. The lab's folder goes with the lab.
-            output: str = super().get_output(remove=False)
-            return output
+            return text_of(self.output_file)
 
     class SetLauncher(LocalEngineSetLauncher):
         launcher_class = Launcher
@@ -320,6 +332,9 @@ def starting_programs(
 
         def get_env(self) -> dict[str, str]:
             return {}
+
+        def get_output(self, remove: bool = False) -> str:
+            return text_of(self.output_file)
 
     class SetLauncher(LocalEngineSetLauncher):
         launcher_class = Launcher

@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ from labkit.control_groups import count_oom_kills
 from labkit.control_groups import memory_limit
 from labkit.control_groups import read_oom_kills
 from labkit.records import DUMP_SIGNAL
+from labkit.records import SHORT
 from labkit.records import format_bytes
+from labkit.records import shorten
 
 _STOPPED = "received signal 15, stopping"
 """What ipyparallel's engine says of a SIGTERM."""
@@ -33,6 +36,10 @@ _LIKELY_CAUSES = {
     "SIGHUP": "its terminal or session was closed",
     "SIGXCPU": "its CPU time limit",
 }
+CRASHES = {"SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"}
+NUM_LAST_LINES = 3
+NUM_LOOKS = 4
+"""Within the time of which a process has printed its last words, and then died."""
 OTHER_COLLECTIVES = (
     "most likely ranks were in different collectives, for example because each runs "
     "other layers of a model for its own samples (a mixture of experts, an ODE solver "
@@ -86,6 +93,8 @@ class EngineProcess:
         self._log_file = Path(log_file)
         self.stack_file = str(self._log_file.with_suffix(".stack"))
         """Where it writes its Python stack when it is sent `DUMP_SIGNAL`."""
+        self._native_file = self._log_file.with_suffix(".native")
+        """What native code has printed in it, within cells as well."""
         self.expected_cause = ""
         """Why it is about to end, where that is known beforehand."""
         self._memory_bytes = 0
@@ -93,6 +102,8 @@ class EngineProcess:
         self._num_oom_kills: dict[str, int] = {}
         self._oom_kill_at = -math.inf
         self._look_at_group_at = -math.inf
+        self._native_bytes: deque[int] = deque([0], maxlen=NUM_LOOKS)
+        """How long that was, at the last looks."""
         self._death: Death | None = None
         self._lock = threading.Lock()
         self.look()
@@ -143,6 +154,7 @@ class EngineProcess:
             self.death()
             return
         with self._lock, contextlib.suppress(psutil.Error, OSError, ValueError):
+            self._native_bytes.append(size_of(self._native_file))
             rss = self._process.memory_info().rss
             if rss:  # it is not about to end
                 self._memory_bytes = rss
@@ -177,16 +189,24 @@ class EngineProcess:
         if code == 1 and _STOPPED in self.log():  # it was idle, and obeyed
             code = -signal.SIGTERM
         if code >= 0:
-            return f"ended with exit code {code}"
+            return f"ended with exit code {code}{self._last_words()}"
         known = {each.value: each.name for each in signal.Signals}
         name = known.get(-code, f"signal {-code}")
         why = self._killer() if name == "SIGKILL" else _LIKELY_CAUSES.get(name)
         log = self.log()
-        if name == "SIGABRT" and (said := abort_text(log)):
+        if name == "SIGABRT" and (said := abort_text(log + self._native())):
             why = f"{why}: {said}"
+        elif name in CRASHES:
+            why = f"{why}{self._last_words()}"
         if call := crash_call(log):
             why = f"{why}, {call}" if why else call
         return f"killed by {name}" + (f" ({why})" if why else "")
+
+    def _last_words(self) -> str:
+        """What native code in it has printed in its last moments, in words; "" where
+        that is nothing."""
+        said = last_words(self._native())
+        return f', after it printed "{said}"' if said else ""
 
     def _killer(self) -> str:
         """Who sends SIGKILL: the kernel counts what it kills when out of memory."""
@@ -216,6 +236,23 @@ class EngineProcess:
         except OSError:
             return ""
 
+    def _native(self) -> str:
+        """What native code has printed since the first of the last looks."""
+        try:
+            with self._native_file.open(errors="replace") as file:
+                file.seek(self._native_bytes[0])
+                return file.read()
+        except OSError:
+            return ""
+
+
+def size_of(file: Path) -> int:
+    """In bytes; 0 where there is no such file."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
 
 def crash_line(log: str) -> int | None:
     """The innermost line of the cell at which the main thread was as native code
@@ -239,6 +276,12 @@ def crash_call(log: str) -> str:
         return ""
     path = re.split(r"(?:site|dist)-packages/", found[1])[-1]
     return f"in {found[3]} at {path}:{found[2]}"
+
+
+def last_words(printed: str) -> str:
+    """The last lines of what was printed, in one."""
+    own = [line.strip() for line in printed.splitlines() if line.strip()]
+    return shorten("; ".join(own[-NUM_LAST_LINES:]), SHORT)
 
 
 def abort_text(log: str) -> str:

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 _IS_LINUX = sys.platform == "linux"
+_PIECE = 2**16
+_MOST_PIECES = 16
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,37 @@ class ForkRequest:
     folder: str
     """Its working directory."""
     output_file: str
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that was started."""
+
+    log_file: Path
+    """For native output alone."""
+    pipes: list[tuple[int, int]]
+    """Through which it comes to the engine."""
+
+    def use(self) -> None:
+        """Be this engine, as far as its native output goes."""
+        mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        given = sys.modules["labkit.rank.terminal.native_output"].from_server
+        given.log, given.pipes = os.open(self.log_file, mode, 0o600), self.pipes
+
+    def keep_last_words(self) -> None:
+        """Add to the log what is left in the pipes: what it has not read itself."""
+        with contextlib.suppress(OSError), self.log_file.open("ab") as log:
+            for pipe, _ in self.pipes:
+                waiting = select.poll()
+                waiting.register(pipe, select.POLLIN)
+                for _ in range(_MOST_PIECES):  # a process that it has left may go on
+                    if waiting.poll(0) and (piece := os.read(pipe, _PIECE)):
+                        log.write(piece)
+
+    def close(self) -> None:
+        """Close the ends of the pipes that the server has."""
+        for pipe, _ in self.pipes:
+            os.close(pipe)
 
 
 def main() -> None:
@@ -68,7 +101,7 @@ class ForkServer:
         self._received = b""
         self._hears = True
         self._is_ending = False
-        self._engines: set[int] = set()
+        self._engines: dict[int, Engine] = {}
         # A signal ends a wait in `select` by a byte in this pipe.
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
@@ -100,21 +133,31 @@ class ForkServer:
                 *lines, self._received = (self._received + data).split(b"\n")
                 for line in lines:
                     request = ForkRequest(**json.loads(line))
-                    if self._fork():
+                    if self._fork(request):
                         return request
         return None
 
-    def _fork(self) -> bool:
+    def _fork(self, request: ForkRequest) -> bool:
         """Whether this is the new process."""
+        engine = Engine(Path(request.output_file).with_suffix(".native"), [])
         try:
+            for _ in range(2):
+                engine.pipes.append(os.pipe())
             pid = os.fork()
         except OSError as error:
+            engine.close()
+            for _, end in engine.pipes:
+                os.close(end)
             self._send(error=f"{error.strerror}")
             return False
         if pid == 0:
             self._leave()
+            if _IS_LINUX:
+                engine.use()
             return True
-        self._engines.add(pid)
+        for _, end in engine.pipes:
+            os.close(end)
+        self._engines[pid] = engine
         self._send(pid=pid)
         return False
 
@@ -126,13 +169,17 @@ class ForkServer:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for end in (self._woken, self._wake):
             os.close(end)
+        for other in self._engines.values():
+            other.close()
         self._channel.close()
 
     def _reap(self) -> None:
         for pid in list(self._engines):
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
-                self._engines.discard(pid)
+                engine = self._engines.pop(pid)
+                engine.keep_last_words()
+                engine.close()
                 self._send(ended=pid, code=os.waitstatus_to_exitcode(status))
 
     def _send(self, **content: Any) -> None:

@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -28,7 +29,7 @@ RATE = 2**21
 them together: about what a notebook shows. What they write faster than that is kept
 until it is shown, and an interrupt, and how the cell has ended, come behind it."""
 WRITE_COST = 32
-"""Characters that each call costs besides its own."""
+"""Characters that each call costs besides its own, and each line of several."""
 
 
 class Console:
@@ -56,11 +57,12 @@ class Console:
             self._send.append(flush_what_was_written(stream))
             pace.slow(stream)
         keep_order(*self._streams.values())
-        self._native_output = [
-            NativeOutput(stream.write, *found)
-            for stream in self._streams.values()
-            if (found := captured(stream)) is not None
-        ]
+        self._native_output: list[NativeOutput] = []
+        for stream in self._streams.values():
+            if (found := captured(stream)) is not None:
+                self._native_output.append(NativeOutput(stream.write, *found))
+                # For `subprocess.run(..., stdout=sys.stdout)`: ipykernel names the log.
+                stream.fileno = functools.partial(int, found[0])
         write_behind(self._wait_for_native_output, *self._streams.values())
         os.register_at_fork(after_in_child=self._write_to_descriptors)
         display_pages(shell)
@@ -149,7 +151,8 @@ class Pace:
             now = time.monotonic()
             shown = (now - self._at) * self._rate
             self._at = now
-            self._waiting = max(0.0, self._waiting - shown) + len(text) + WRITE_COST
+            cost = len(text) + WRITE_COST * max(1, text.count("\n"))
+            self._waiting = max(0.0, self._waiting - shown) + cost
             done = write(text)
             late_s = (self._waiting - BURST) / self._rate
             # At the end of a line, which would be shown in two parts.

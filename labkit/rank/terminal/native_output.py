@@ -7,12 +7,27 @@ import select
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 from labkit import timeouts
 
 _PIECE = 2**16
 """Bytes that are read at once: all that a pipe holds, of Linux's usual size."""
+
+
+@dataclass
+class FromServer:
+    """What the process that has forked this one gives it."""
+
+    pipes: list[tuple[int, int]] = field(default_factory=list)
+    """To use: what is left in them when this process ends, that one reads."""
+    log: int | None = None
+    """A file for native output alone."""
+
+
+from_server = FromServer()
 
 
 class NativeOutput:
@@ -24,12 +39,12 @@ class NativeOutput:
     """
 
     def __init__(self, write: Callable[[str], Any], descriptor: int, log: int) -> None:
-        """What comes in at `descriptor` also goes to `log`, for when this process
-        dies."""
+        """What comes in at `descriptor` also goes to `log`, or a file of its own, for
+        when this process dies."""
         self._write = write
-        self._log = log
+        self._log = log if from_server.log is None else from_server.log
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._pipe, end = os.pipe()
+        self._pipe, end = from_server.pipes.pop() if from_server.pipes else os.pipe()
         os.dup2(end, descriptor)  # nothing comes to ipykernel any more
         os.close(end)
         self._num_pieces = 0
