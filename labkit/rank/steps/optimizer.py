@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import MutableMapping
 from collections.abc import Sequence
+from collections.abc import ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +55,9 @@ STATE_OF_STAGE = (
     "optimizer.state.values() changes those that this rank has; to read one use ddp"
 )
 STATES_OF_RANK = (
-    "the loop goes over optimizer.state, which under {strategy} has this rank's part "
-    "of the states. What changes each of them alike changes all, but a norm, a sum or "
-    "a maximum is of this part; to read that of all use ddp"
+    "the loop goes over {what}, which under {strategy} holds this rank's part of the "
+    "states. To change every one of them in the same way works; a sum, a norm, a "
+    "maximum or a count is of this part only. For that of all use ddp"
 )
 OWN_OF_PARTS = (
     "{name} expects whole parameters, and under {strategy} a rank has only a part of "
@@ -420,7 +421,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
         if strategy.has_own_gradients or self._has_stages:
             what = ON_ANOTHER_RANK if self._has_stages else IN_ONE_TENSOR
             why = STATES_OF_PART.format(strategy=strategy.name, what=what)
-            found = {**found, "state": StatesOfPart(found["state"], why)}
+            what = 'optimizer.state_dict()["state"]'
+            of_rank = STATES_OF_RANK.format(what=what, strategy=strategy.name)
+            states = StatesOfPart(found["state"], why)
+            states.on_values = lambda: self.on_note(of_rank)
+            found = {**found, "state": states}
             if strategy.has_own_gradients:
                 for number, each in found["state"].items():
                     found["state"][number] = FlatState(each, why)
@@ -485,6 +490,12 @@ class StatesOfPart(dict[Any, Any]):
         from a plain one."""
         super().__init__(found)
         self._why = why
+        self.on_values: Callable[[], None] = lambda: None
+        """Called where a loop goes over them: what saves them takes the items."""
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        self.on_values()
+        return super().values()
 
     def __missing__(self, key: Any) -> Any:
         raise UnsupportedLoopError(self._why) if self._why else KeyError(key)
@@ -511,7 +522,7 @@ for kind in (StatesOfPart, FlatState):
     # Else tree_map takes one for a leaf, and a snapshot has the tensors themselves.
     register_pytree_node(
         kind,
-        lambda states: ([*states.values()], [*states]),
+        lambda states: ([*dict.values(states)], [*states]),
         lambda values, keys: dict(zip(keys, values, strict=True)),
     )
 
@@ -550,7 +561,9 @@ class StateInParts(MutableMapping[Any, Any]):
         return key in self.found
 
     def __iter__(self) -> Iterator[Any]:
-        self._note(STATES_OF_RANK.format(strategy=self._strategy))
+        if any(self.found.values()):
+            what = "optimizer.state"
+            self._note(STATES_OF_RANK.format(what=what, strategy=self._strategy))
         return iter(self.found)
 
     def __len__(self) -> int:
