@@ -181,6 +181,16 @@ def test_a_debugger_within_the_debugger_takes_commands_too(kernel: Kernel) -> No
     assert reply.error["ename"] == "Interrupted"
 
 
+def test_a_console_leads_back_and_a_cell_does_not_start_over(kernel: Kernel) -> None:
+    lines = ("interact", "y += 1", "exit()", "restart", "run", "p y.item()", "c")
+    cell = f"{BREAKS}# without the breakpoints of other tests"
+    reply, _, said = typing(kernel, cell, *lines)
+    assert reply.status == "ok"
+    assert said.count("a cell cannot start over here") == 2
+    assert "[rank 0] 3.0\n[rank 1] 5.0\n" in said
+    assert_all_is_well(kernel)
+
+
 def test_n_goes_from_one_statement_of_the_cell_to_the_next(kernel: Kernel) -> None:
     cell = (
         "%%dist\nbreakpoint()\ntwo = 2\nfor each in range(1):\n    three = 3\n"
