@@ -145,6 +145,7 @@ class CellRunner:
             shell,
             lambda question: self._publish("question", question),
             self._interrupts.was_interrupted,
+            self._console.flush,
         )
         self._requests = ControlRequests(
             shell,

@@ -29,7 +29,8 @@ RATE = 2**21
 them together: about what a notebook shows. What they write faster than that is kept
 until it is shown, and an interrupt, and how the cell has ended, come behind it."""
 WRITE_COST = 32
-"""Characters that each call costs besides its own, and each line of several."""
+"""Characters that each call costs besides its own, and twice that each line: `print`
+writes its end by a call of its own."""
 
 
 class Console:
@@ -128,10 +129,14 @@ class Console:
 
     def end_cell(self) -> None:
         """Send what the cell has printed; threads that continue print between cells."""
+        self.flush()
+        self._leave_to_threads()
+
+    def flush(self) -> None:
+        """Send what was printed, however often that has been done in this second."""
         self._wait_for_native_output()
         for send in self._send:
             send()
-        self._leave_to_threads()
 
 
 class Pace:
@@ -151,7 +156,7 @@ class Pace:
             now = time.monotonic()
             shown = (now - self._at) * self._rate
             self._at = now
-            cost = len(text) + WRITE_COST * max(1, text.count("\n"))
+            cost = len(text) + WRITE_COST * max(1, 2 * text.count("\n"))
             self._waiting = max(0.0, self._waiting - shown) + cost
             done = write(text)
             late_s = (self._waiting - BURST) / self._rate

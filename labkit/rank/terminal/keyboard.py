@@ -48,11 +48,14 @@ class Keyboard:
         shell: Any,
         ask: Callable[[Question], None],
         was_interrupted: Callable[[], bool],
+        flush: Callable[[], None],
     ) -> None:
-        """`ask` sends a question; `was_interrupted` says whether the cell was."""
+        """`ask` sends a question, and `flush` what was printed before it;
+        `was_interrupted` says whether the cell was."""
         self._shell = shell
         self._ask = ask
         self._was_interrupted = was_interrupted
+        self._flush = flush
         self._can_type = self._looks_back = self._has_debugged = False
         self._numbers = itertools.count(1)
         # No SimpleQueue, which can miss its timeout: see `CellExecution.start_over`.
@@ -121,8 +124,7 @@ class Keyboard:
 
     def _answer(self, text: str, kind: str) -> str:
         """The line that is typed, without its end."""
-        sys.stdout.flush()
-        sys.stderr.flush()
+        self._flush()
         if self._was_interrupted():  # and has caught that, as `interact` does
             raise EOFError("the cell was interrupted")
         number = next(self._numbers)
