@@ -175,8 +175,8 @@ def unregister(client: Any, engine_id: int) -> None:
     "ipyparallel.controller.heartmonitor:HeartMonitor.caller",
 )
 def spare_controller() -> None:
-    """In a controller: be one process, pass messages on unread, and let hearts beat
-    slowly where they serve to register nobody.
+    """In a controller: be one process, pass messages on unread, and beat slowly while
+    no engine registers.
 
     Its hub unpacks a copy of each one, to keep it, to count those that wait, and to
     hear of engines that shut down; nothing is kept here (`--nodb`), labkit knows what
