@@ -19,7 +19,6 @@ import psutil
 import zmq
 from ipyparallel.cluster.launcher import LocalEngineLauncher
 from ipyparallel.cluster.launcher import LocalEngineSetLauncher
-from tornado.ioloop import IOLoop
 
 from labkit import timeouts
 from labkit.compat.gate import Gate
@@ -190,12 +189,12 @@ def spare_controller() -> None:
     from ipyparallel.controller.hub import Hub
 
     start, beat, register = HeartMonitor.start, HeartMonitor.beat, Hub.register_engine
-    monitors: list[tuple[Any, IOLoop]] = []
+    monitors: list[tuple[Any, Any]] = []
     awaited: dict[Any, Any] = {}
 
     def start_and_note(self: Any) -> None:
         start(self)
-        monitors.append((self, IOLoop.current()))
+        monitors.append((self, self.loop))  # that of this thread
 
     def beat_and_slow_down(self: Any) -> None:
         beat(self)
