@@ -56,8 +56,8 @@ STATE_OF_STAGE = (
 )
 STATES_OF_RANK = (
     "the loop goes over {what}, which under {strategy} holds this rank's part of the "
-    "states. To change every one of them in the same way works; a sum, a norm, a "
-    "maximum or a count is of this part only. For that of all use ddp"
+    "states. Changing every one of them in the same way works; a sum, a norm, a "
+    "maximum or a count is of this part only. For that of all, use ddp"
 )
 OWN_OF_PARTS = (
     "{name} expects whole parameters, and under {strategy} a rank has only a part of "
