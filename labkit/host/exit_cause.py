@@ -156,15 +156,16 @@ class EngineProcess:
         with self._lock, contextlib.suppress(psutil.Error, OSError, ValueError):
             self._native_bytes.append(size_of(self._native_file))
             rss = self._process.memory_info().rss
-            if rss:  # it is not about to end
-                self._memory_bytes = rss
+            self._memory_bytes = rss or self._memory_bytes  # it is about to end
             # cgroup files are gone once the process is; read them while it lives.
-            if (now := time.monotonic()) < self._look_at_group_at:
-                return
-            self._look_at_group_at = now + timeouts.LOOK_AGAIN_S
-            if rss:
-                self._limit_bytes = memory_limit(self.pid)
-            self._count_oom_kills({**self._num_oom_kills, **count_oom_kills(self.pid)})
+            if (now := time.monotonic()) >= self._look_at_group_at:
+                self._look_at_group_at = now + timeouts.LOOK_AGAIN_S
+                self._look_at_group(is_ending=rss == 0)
+
+    def _look_at_group(self, *, is_ending: bool) -> None:
+        if not is_ending:
+            self._limit_bytes = memory_limit(self.pid)
+        self._count_oom_kills({**self._num_oom_kills, **count_oom_kills(self.pid)})
 
     def death(self) -> Death:
         """How it ended. Waits 2 s at most for the system to say so."""

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 _IS_LINUX = sys.platform == "linux"
 _PIECE = 2**16
 _MOST_PIECES = 16
+"""That are read of what an engine has left: what it has started may go on."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +60,22 @@ class Engine:
         """Add to the log what is left in the pipes: what it has not read itself."""
         with contextlib.suppress(OSError), self.log_file.open("ab") as log:
             for pipe, _ in self.pipes:
-                waiting = select.poll()
-                waiting.register(pipe, select.POLLIN)
-                for _ in range(_MOST_PIECES):  # a process that it has left may go on
-                    if waiting.poll(0) and (piece := os.read(pipe, _PIECE)):
-                        log.write(piece)
+                log.writelines(left_in(pipe))
 
     def close(self) -> None:
         """Close the ends of the pipes that the server has."""
         for pipe, _ in self.pipes:
             os.close(pipe)
+
+
+def left_in(pipe: int) -> Iterator[bytes]:
+    """What is in a pipe already, in pieces."""
+    waiting = select.poll()
+    waiting.register(pipe, select.POLLIN)
+    for _ in range(_MOST_PIECES):
+        if not waiting.poll(0):
+            return
+        yield os.read(pipe, _PIECE)
 
 
 def main() -> None:

@@ -18,12 +18,10 @@ _MACHINERY = (
 
 
 def adapt_debuggers(shell: Any) -> None:
-    """Have `n` and `s` go from one statement of a cell to the next, `exit()` lead back
-    from `interact` to the prompt, and `run` and `restart`, which would end the cell,
-    say so.
+    """Have `n` and `s` go from one statement of a cell to the next.
 
-    IPython runs each statement on its own: they would lead through IPython, and at the
-    end of the cell through labkit.
+    IPython runs each on its own: they would lead through IPython, and at the end of
+    the cell through labkit.
     """
     run_code = shell.run_code.__func__.__code__
     call, end = pdb.Pdb.user_call, pdb.Pdb.user_return
@@ -42,6 +40,16 @@ def adapt_debuggers(shell: Any) -> None:
             end(self, frame, value)
             frame.f_globals.pop("__return__", None)  # of the next one it would be, too
 
+    for each in shell.debugger_cls.__mro__:
+        if "stop_here" in vars(each):
+            each.stop_here = _but_in_machinery(each.stop_here)
+    pdb.Pdb.user_call = user_call  # type: ignore[method-assign, assignment]
+    pdb.Pdb.user_return = user_return  # type: ignore[method-assign, assignment]
+
+
+def stay_in_cell() -> None:
+    """Have no command end the cell but `q`: `exit()` leads back from `interact` to the
+    prompt, and `run` and `restart` say that a cell cannot start over."""
     interact = pdb.Pdb.do_interact
 
     def do_interact(self: Any, argument: str) -> None:
@@ -51,11 +59,6 @@ def adapt_debuggers(shell: Any) -> None:
     def do_run(self: Any, argument: str) -> None:
         self.error("a cell cannot start over here: end it with q, and run it again")
 
-    for each in shell.debugger_cls.__mro__:
-        if "stop_here" in vars(each):
-            each.stop_here = _but_in_machinery(each.stop_here)
-    pdb.Pdb.user_call = user_call  # type: ignore[method-assign, assignment]
-    pdb.Pdb.user_return = user_return  # type: ignore[method-assign, assignment]
     pdb.Pdb.do_interact = do_interact  # type: ignore[assignment]
     pdb.Pdb.do_run = do_run  # type: ignore[assignment]
     pdb.Pdb.do_restart = do_run  # type: ignore[assignment]

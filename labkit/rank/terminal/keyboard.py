@@ -15,6 +15,7 @@ from labkit import timeouts
 from labkit.rank.terminal.debuggers import adapt_debuggers
 from labkit.rank.terminal.debuggers import end_tracing
 from labkit.rank.terminal.debuggers import forget_debuggers
+from labkit.rank.terminal.debuggers import stay_in_cell
 from labkit.records import COMMAND
 from labkit.records import LAST_COMMAND
 from labkit.records import LINE
@@ -68,6 +69,7 @@ class Keyboard:
         shell.debugger = self._look_back
         sys.breakpointhook = self._break
         adapt_debuggers(shell)
+        stay_in_cell()
 
     def begin_cell(self, *, can_type: bool) -> None:
         """A cell begins, in which the user can answer, or cannot."""
