@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from labkit.compat.gate import Gate
 from labkit.compat.torch import call_after_backward
+from labkit.compat.torch import is_profiled
 from labkit.compat.torch import is_transformed
 from labkit.compat.torch import writable_view
 
@@ -108,6 +110,25 @@ def groups_of(module: nn.Module | FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+@GATE.needs(f"{_FSDP}._fsdp_param_group:record_function")
+def name_for_profilers() -> Callable[[], None]:
+    """Have `fully_shard` name what it does only while a profiler is at work; returns
+    the way back.
+
+    A name takes 7 µs of CPU time whether one is or not, and each group of parameters
+    has ten in a step: of a small model's step on a CPU that is a twentieth.
+    """
+    module: Any = sys.modules[f"{_FSDP}._fsdp_param_group"]
+    nothing = contextlib.nullcontext()
+
+    def named(name: str) -> Any:
+        return record_function(name) if is_profiled() else nothing
+
+    module.record_function = named
+    # Not what was there: another model that is prepared may have put it there.
+    return partial(setattr, module, "record_function", record_function)
 
 
 @GATE.needs(f"{_GROUP}.use_training_state")

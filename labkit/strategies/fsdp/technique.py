@@ -28,6 +28,7 @@ from labkit.compat.data_parallel import drop_whole_gradient
 from labkit.compat.data_parallel import groups_of
 from labkit.compat.data_parallel import init_root
 from labkit.compat.data_parallel import is_in_place
+from labkit.compat.data_parallel import name_for_profilers
 from labkit.compat.data_parallel import reduce_at_end
 from labkit.compat.data_parallel import reset_step
 from labkit.compat.data_parallel import set_reduction
@@ -172,6 +173,7 @@ class FSDP(Prepared):
         """What is gathered since a forward pass, with its version then."""
         self._freed: list[Any] = []
         """Groups that were gathered, as the graph of that pass may need them."""
+        self._undo.append(name_for_profilers())
         self._watch_blocks()
         self._watch_parts()
         self._undo.append(self._stop_waiting)
