@@ -694,6 +694,33 @@ train(more)
     assert "more operators, most of it in aten::mm" in reason
 
 
+IN_NAMED_BLOCKS = """
+kind = torch.profiler.record_function
+enter, entered = kind.__enter__, []
+kind.__enter__ = lambda mark: entered.append(mark.name) or enter(mark)
+model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, sgd, digits(), batch_size=64)
+def gathers():
+    entered.clear()
+    for x, y in loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [each for each in entered if each.startswith("FSDP::all_gather (")]
+without = gathers()
+with torch.profiler.profile():
+    within = gathers()
+"""
+
+
+def test_fsdp_names_what_it_does_only_for_a_profiler(lab: Lab) -> None:
+    lab.train("fsdp", CODE + IN_NAMED_BLOCKS, live=False)
+    lab.run("after = gathers()\nkind.__enter__ = enter")
+    found = [lab.pull(name, 0) for name in ("without", "within", "after")]
+    assert [bool(names) for names in found] == [False, True, True]
+
+
 def test_a_rank_that_sleeps_is_named(lab: Lab) -> None:
     run = profiled(lab, "train(lambda x: time.sleep(0.2 * rank))")
     [reason, *_] = run.profile.reasons

@@ -2,6 +2,7 @@
 
 import enum
 import zlib
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from labkit.checks import UnsupportedLoopError
 from labkit.compat.torch import no_dispatch
 from labkit.strategies.mesh.peers import Peers
 from labkit.strategies.mesh.peers import Pending
+from labkit.strategies.mesh.peers import in_rows
 
 SKIPPED = (
     "ranks are at different batches, because some skipped one: by `continue`, or by a "
@@ -87,13 +89,15 @@ def begin_agree(
 ) -> Pending[tuple[list[bool], list[bool]]]:
     """As `agree`, which may be waited for later. Collective."""
 
-    def read(found: Any) -> tuple[list[bool], list[bool]]:
-        some = found[:, : len(used)].any(0)
-        are_same = (found[:, len(used) :] == found[0, len(used) :]).all(0)
+    def read(found: list[bytes]) -> tuple[list[bool], list[bool]]:
+        if len({*found}) == 1:  # mostly; numpy takes ten times as long to see it
+            return list(used), [True] * len(facts)
+        rows = in_rows(found, np.int64)
+        some = rows[:, : len(used)].any(0)
+        are_same = (rows[:, len(used) :] == rows[0, len(used) :]).all(0)
         return some.tolist(), are_same.tolist()
 
-    sent = np.array([*used, *facts], np.int64)
-    return peers.begin_gather(sent).then(read)
+    return peers.begin_exchange(array("q", [*used, *facts]).tobytes()).then(read)
 
 
 class Event(enum.IntEnum):

@@ -89,21 +89,25 @@ class Peers:
         if self.size > 1:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
-    def begin_gather(self, numbers: Any, *, apart: bool = False) -> "Pending[Any]":
-        """The numbers of each of these ranks, of shape (size, number of them).
-        Collective, and no part of what is measured of a step: it is no part of the
-        strategy. What is sent `apart` meets nothing else, where ranks do not do the
-        same.
-
-        RuntimeError where another rank has sent more numbers, or fewer."""
+    def begin_exchange(
+        self, payload: bytes, *, apart: bool = False
+    ) -> "Pending[list[bytes]]":
+        """The bytes of each of these ranks. Collective, and no part of what is measured
+        of a step: it is no part of the strategy. What is sent `apart` meets nothing
+        else, where ranks do not do the same."""
         if self.size == 1:
-            alone = numbers[np.newaxis]
-            return Pending(lambda: alone)
+            return Pending(lambda: [payload])
         if self.group is None:
             raise RuntimeError("the ranks have no process group any more")
-        exchange = Exchange(self.group, numbers.tobytes(), apart=apart)
-        kind = numbers.dtype
-        return Pending(lambda: in_rows(exchange.wait(), kind))
+        return Pending(Exchange(self.group, payload, apart=apart).wait)
+
+    def begin_gather(self, numbers: Any, *, apart: bool = False) -> "Pending[Any]":
+        """The numbers of each of these ranks, of shape (size, number of them).
+        Collective, as `begin_exchange`.
+
+        RuntimeError where another rank has sent more numbers, or fewer."""
+        exchanged = self.begin_exchange(numbers.tobytes(), apart=apart)
+        return exchanged.then(lambda found: in_rows(found, numbers.dtype))
 
     def greatest(self, numbers: Sequence[int], *, apart: bool = False) -> list[int]:
         """The greatest of each number. Collective, as `begin_gather`."""
