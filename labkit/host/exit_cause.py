@@ -177,7 +177,7 @@ class EngineProcess:
             )
         with self._lock:
             if self._death is None:
-                line = crash_line(self.log())
+                line = crash_line(self._printed())
                 self._death = Death(self.pid, self._cause(), time.time(), line)
             return self._death
 
@@ -194,8 +194,8 @@ class EngineProcess:
         known = {each.value: each.name for each in signal.Signals}
         name = known.get(-code, f"signal {-code}")
         why = self._killer() if name == "SIGKILL" else _LIKELY_CAUSES.get(name)
-        log = self.log()
-        if name == "SIGABRT" and (said := abort_text(log + self._native())):
+        log = self._printed()
+        if name == "SIGABRT" and (said := abort_text(log)):
             why = f"{why}: {said}"
         elif name in CRASHES:
             why = f"{why}{self._last_words()}"
@@ -236,6 +236,11 @@ class EngineProcess:
             return self._log_file.read_text(errors="replace")
         except OSError:
             return ""
+
+    def _printed(self) -> str:
+        """All of that, where a stack may be: a cell's own `faulthandler.enable()` has
+        it written to stderr, as other native output is."""
+        return f"{self.log()}\n{self._native()}"
 
     def _native(self) -> str:
         """What native code has printed since the first of the last looks."""
@@ -280,7 +285,10 @@ def crash_call(log: str) -> str:
 
 
 def last_words(printed: str) -> str:
-    """The last lines of what was printed, in one."""
+    """The last lines of what was printed, in one; not Python's stack, if that is the
+    very last."""
+    before, crash, _ = printed.rpartition("Fatal Python error: ")
+    printed = before if crash else printed
     own = [line.strip() for line in printed.splitlines() if line.strip()]
     return shorten("; ".join(own[-NUM_LAST_LINES:]), SHORT)
 
