@@ -1,10 +1,14 @@
 """What other programs print in a cell is shown in order, and before the cell ends."""
 
+import fcntl
 import os
 import re
 import signal
 import subprocess
+import sys
+import termios
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +40,7 @@ def capturing_lab(
     """Ranks, one by default, whose file descriptors ipykernel captures, which it leaves
     alone under pytest."""
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with Lab(num_ranks=request.param) as lab:
         capsys.readouterr()
         yield lab
@@ -67,6 +72,47 @@ def test_what_a_program_prints_is_shown_while_it_runs(
         say(descriptor, "seq 1 30000")  # more than a pipe holds
         wait_until(lambda: "".join(shown).endswith("30000\n"), 30, "the last line")
     assert "".join(shown).split() == [*map(str, range(1, 30001))]
+
+
+def test_what_never_ends_is_waited_for_once(tmp_path: Path, descriptor: int) -> None:
+    """As of a program in the background that prints more than is shown."""
+    turns = threading.Semaphore(0)
+    shown: list[str] = []
+
+    def show(text: str) -> None:
+        """Takes its time: the program has filled the pipe again by then."""
+        shown.append(text)
+        turns.acquire()
+        while program.poll() is None and not is_full(output):
+            time.sleep(0.001)
+
+    with (tmp_path / "log").open("wb") as log:
+        output = NativeOutput(show, descriptor, log.fileno())
+        program = subprocess.Popen(["yes"], stdout=descriptor)
+        try:
+            wait_until(lambda: bool(shown), 30, "the first lines")
+            turns.release(2)
+            output.wait()
+            # There is no turn for what it would be waited for again.
+            waiting = threading.Thread(target=output.wait, daemon=True)
+            waiting.start()
+            waiting.join(30)
+            assert not waiting.is_alive()
+        finally:
+            program.kill()
+            program.wait()
+            turns.release(100)
+        output.wait()
+        output.wait()  # now there is an end
+        say(descriptor, "echo last")
+        output.wait()
+        assert shown[-1] == "last\n"
+
+
+def is_full(output: NativeOutput) -> bool:
+    """Whether no other byte fits into the pipe of the usual size."""
+    found = fcntl.ioctl(output._pipe, termios.FIONREAD, bytes(4))
+    return int.from_bytes(found, sys.byteorder) == 2**16
 
 
 def test_a_character_in_two_pieces_is_one(tmp_path: Path, descriptor: int) -> None:
@@ -163,6 +209,10 @@ def test_an_interrupt_loses_nothing_that_was_written(
             r"exit code 7, after it printed \"NCCL fatal: no; \ufffd\"",
         ),
         ("import os\nos._exit(7)", "ended with exit code 7;"),
+        (
+            "import ctypes, faulthandler\nfaulthandler.enable()\nctypes.string_at(0)",
+            r"died at line 3: .*a crash in native code, in string_at at",
+        ),
     ],
 )
 @pytest.mark.long
@@ -172,6 +222,22 @@ def test_the_last_words_of_native_code_are_told(
     """Also those that the process itself had not read when it died."""
     with pytest.raises(RankError, match=told):
         capturing_lab.run(code)
+
+
+@pytest.mark.long
+def test_a_line_of_native_code_is_shown_where_it_ends(
+    capturing_lab: Lab, capsys: Captured
+) -> None:
+    capturing_lab.run(
+        "import ctypes, sys\n"
+        "ctypes.CDLL(None).printf(b'of C\\n')\n"
+        "print('of the cell')\n"
+        "print('of a library', file=sys.__stdout__)\n"
+        "print('the end')"
+    )
+    words = capsys.readouterr().out.replace("[rank 0]", "").splitlines()
+    said = ["of C", "of the cell", "of a library", "the end"]
+    assert [*map(str.strip, words)] == said
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from labkit.compat.ipython import captured
 from labkit.compat.ipython import display_pages
 from labkit.compat.ipython import leave_to_threads
 from labkit.rank.terminal.native_output import NativeOutput
+from labkit.rank.terminal.native_output import send_lines_at_once
 from labkit.records import KEY
 
 MAX_TURNS = 50
@@ -64,6 +65,8 @@ class Console:
                 self._native_output.append(NativeOutput(stream.write, *found))
                 # For `subprocess.run(..., stdout=sys.stdout)`: ipykernel names the log.
                 stream.fileno = functools.partial(int, found[0])
+        if self._native_output:
+            send_lines_at_once()
         write_behind(self._wait_for_native_output, *self._streams.values())
         os.register_at_fork(after_in_child=self._write_to_descriptors)
         display_pages(shell)

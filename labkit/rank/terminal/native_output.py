@@ -2,8 +2,11 @@
 
 import codecs
 import contextlib
+import ctypes
+import io
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +31,20 @@ class FromServer:
 
 
 from_server = FromServer()
+_LINE_BUFFERED = 1
+"""Linux's `_IOLBF`."""
+
+
+def send_lines_at_once() -> None:
+    """Have C's stdout, C++'s on top of it, and Python's own `sys.__stdout__` write each
+    line when it ends, as at a terminal. Into a pipe they write some thousand characters
+    at a time: a cell's lines would be shown with a later one, or die with the rank."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # has none, or other
+        libc = ctypes.CDLL(None)
+        stdout, size = ctypes.c_void_p.in_dll(libc, "stdout"), ctypes.c_size_t(0)
+        libc.setvbuf(stdout, None, _LINE_BUFFERED, size)
+    if isinstance(sys.__stdout__, io.TextIOWrapper):
+        sys.__stdout__.reconfigure(line_buffering=True)
 
 
 class NativeOutput:
@@ -48,6 +65,10 @@ class NativeOutput:
         os.dup2(end, descriptor)  # nothing comes to ipykernel any more
         os.close(end)
         self._num_pieces = 0
+        self._num_emptied = 0
+        """How often nothing more was in the pipe."""
+        self._flood: int | None = None
+        """That number, when what came was waited for and more came all the time."""
         self._is_writing = False
         self._thread = threading.Thread(
             target=self._watch, name=f"labkit-output-{descriptor}", daemon=True
@@ -56,16 +77,21 @@ class NativeOutput:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until what has come so far is written."""
+        """Until what has come so far is written. Once only, where more comes all the
+        time, as of a program in the background: each piece of what is more than a
+        notebook shows may take a second, and the cell or its end would not go on."""
         # The thread may have a piece in its hands, and all else comes in the next one.
-        last = self._num_pieces + 2
+        last, emptied = self._num_pieces + 2, self._num_emptied
         while (
-            self._num_pieces < last
+            self._flood != emptied
             # In this order: it says that it is about to write before it reads.
             and (self._poll.poll(0) or self._is_writing)
             and self._thread.is_alive()
         ):
-            time.sleep(timeouts.PIECE_S)
+            if self._num_pieces >= last:
+                self._flood = emptied
+            else:
+                time.sleep(timeouts.PIECE_S)
 
     def _new_poll(self) -> Any:
         """Of one thread: two that poll by the same object are an error."""
@@ -84,4 +110,6 @@ class NativeOutput:
                 os.write(self._log, piece)
             self._write(self._decoder.decode(piece))
             self._num_pieces += 1
+            if not poll.poll(0):
+                self._num_emptied += 1
             self._is_writing = False
