@@ -182,10 +182,12 @@ def test_a_debugger_within_the_debugger_takes_commands_too(kernel: Kernel) -> No
 
 
 def test_a_console_leads_back_and_a_cell_does_not_start_over(kernel: Kernel) -> None:
-    lines = ("interact", "y += 1", "exit()", "restart", "run", "p y.item()", "c")
+    typed = "interact", "y += 1", "1 / 0", "exit()"
+    lines = *typed, "restart", "run", "p y.item()", "c"
     cell = f"{BREAKS}# without the breakpoints of other tests"
     reply, _, said = typing(kernel, cell, *lines)
     assert reply.status == "ok"
+    assert reply.stderr.count("ZeroDivisionError") == 1
     assert said.count("a cell cannot start over here") == 2
     assert "[rank 0] 3.0\n[rank 1] 5.0\n" in said
     assert_all_is_well(kernel)

@@ -49,12 +49,17 @@ def adapt_debuggers(shell: Any) -> None:
 
 def stay_in_cell() -> None:
     """Have no command end the cell but `q`: `exit()` leads back from `interact` to the
-    prompt, and `run` and `restart` say that a cell cannot start over."""
+    prompt, and `run` and `restart` say that a cell cannot start over. Nor does an error
+    in that console fail the cell: what IPython shows is one of the cell's."""
     interact = pdb.Pdb.do_interact
 
     def do_interact(self: Any, argument: str) -> None:
-        with contextlib.suppress(SystemExit):  # as Python does from 3.13 on
-            interact(self, argument)
+        show, sys.excepthook = sys.excepthook, sys.__excepthook__
+        try:
+            with contextlib.suppress(SystemExit):  # as Python does from 3.13 on
+                interact(self, argument)
+        finally:
+            sys.excepthook = show
 
     def do_run(self: Any, argument: str) -> None:
         self.error("a cell cannot start over here: end it with q, and run it again")
