@@ -5,6 +5,7 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
+from collections.abc import ItemsView
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import MutableMapping
@@ -424,11 +425,11 @@ class PreparedOptimizer(torch.optim.Optimizer):
             what = 'optimizer.state_dict()["state"]'
             of_rank = STATES_OF_RANK.format(what=what, strategy=strategy.name)
             states = StatesOfPart(found["state"], why)
-            states.on_values = lambda: self.on_note(of_rank)
+            states.on_walk = lambda: self.on_note(of_rank)
             found = {**found, "state": states}
             if strategy.has_own_gradients:
-                for number, each in found["state"].items():
-                    found["state"][number] = FlatState(each, why)
+                for number, each in dict.items(states):
+                    states[number] = FlatState(each, why)
         return {**found, "part": self._part()}
 
     @property
@@ -450,6 +451,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
             return
         if self.prepared.strategy.is_partitioned:
             state_dict = {key: state_dict[key] for key in state_dict if key != "part"}
+            state_dict["state"] = dict(dict.items(state_dict["state"]))
         with self.prepared.stepping_groups():
             self.prepared.optimizer.load_state_dict(state_dict)
 
@@ -490,23 +492,35 @@ class StatesOfPart(dict[Any, Any]):
         from a plain one."""
         super().__init__(found)
         self._why = why
-        self.on_values: Callable[[], None] = lambda: None
-        """Called where a loop goes over them: what saves them takes the items."""
+        self.on_walk: Callable[[], None] = lambda: None
+        """Called where a loop goes over them, and not where they are saved or copied
+        as a whole."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.on_walk()
+        return super().__iter__()
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        self.on_values()
+        self.on_walk()
         return super().values()
+
+    def items(self) -> ItemsView[Any, Any]:  # type: ignore[override]
+        self.on_walk()
+        return super().items()
 
     def __missing__(self, key: Any) -> Any:
         raise UnsupportedLoopError(self._why) if self._why else KeyError(key)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Of the kinds of dicts that torch.load takes without weights_only=False.
-        return OrderedDict, (), None, None, iter(self.items())
+        return OrderedDict, (), None, None, iter(super().items())
 
 
 class FlatState(StatesOfPart):
     """The state of all parameters of a group, of which each tensor is a part."""
+
+    # So that `dict` copies one as it is, and does not read it.
+    __iter__ = dict.__iter__
 
     def __missing__(self, key: Any) -> Any:
         raise KeyError(key)
@@ -522,7 +536,7 @@ for kind in (StatesOfPart, FlatState):
     # Else tree_map takes one for a leaf, and a snapshot has the tensors themselves.
     register_pytree_node(
         kind,
-        lambda states: ([*dict.values(states)], [*states]),
+        lambda states: ([*dict.values(states)], [*dict.keys(states)]),
         lambda values, keys: dict(zip(keys, values, strict=True)),
     )
 
