@@ -324,9 +324,19 @@ def watch_inputs(module: Any) -> list[Callable[[], None]]:
     given, returned = module.post_bwd_fn, module.pre_bwd_fn
     handed_on: set[int] = set()
     """Ids of the caller's, in what a call returns."""
+    is_called = False  # the module, and not its forward() alone, which has no hooks
+
+    @torch.compiler.disable
+    def note_call(called: nn.Module, args: Any) -> None:
+        nonlocal is_called
+        is_called = called is module
 
     @torch.compiler.disable
     def begin(args: Any, kwargs: dict[str, Any]) -> tuple[Inputs | None, Any, Any]:
+        nonlocal is_called
+        was_called, is_called = is_called, False
+        if not was_called:
+            return None, args, kwargs
         handed_on.clear()
         if not torch.is_grad_enabled():
             return None, args, kwargs
@@ -361,6 +371,7 @@ def watch_inputs(module: Any) -> list[Callable[[], None]]:
 
     module.post_bwd_fn, module.pre_bwd_fn = Apart(lambda tensor: tensor), Apart(apply)
     return [
+        module.register_forward_pre_hook(note_call).remove,
         wrap_forward(module, wrap),
         partial(setattr, module, "post_bwd_fn", given),
         partial(setattr, module, "pre_bwd_fn", returned),
