@@ -881,7 +881,10 @@ class Session:
         if num_ranks == 1:
             return loss
         weight = self._loss_hooks.weight / num_ranks
-        return self.peers.all_reduce(weight * torch.as_tensor(loss).detach())
+        own = torch.as_tensor(loss)
+        mean = self.peers.all_reduce(weight * own.detach())
+        # An optimizer may take the gradient itself, which is that of this rank's loss.
+        return own + (mean - own.detach()) if own.requires_grad else mean
 
 
 def whole_gradients(
