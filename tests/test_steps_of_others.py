@@ -238,3 +238,46 @@ def test_hooks_of_a_step_see_the_model_before_and_after_it(
         lab.run("with torch.no_grad(): out = model(torch.eye(4))", ranks=ranks)
         found.append([lab.pull(name) for name in ("average", "norms", "out")])
     torch.testing.assert_close(found[1], found[0])
+
+
+WRAPPER = """
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, inner):  # without the base's
+        self.inner, self.state = inner, inner.state
+        self.param_groups, self.defaults = inner.param_groups, inner.defaults
+    def step(self, closure=None):
+        return self.inner.step(closure)
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+"""
+WRAPPED = """
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+numbers = torch.Generator().manual_seed(1)
+x, y = torch.randn(16, 4, generator=numbers), torch.randn(16, 2, generator=numbers)
+torch.manual_seed(1)
+model = torch.nn.Sequential(
+    torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)
+)
+optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+model, optimizer, loader = prepare(
+    model, optimizer, TensorDataset(x, y), batch_size=8, shuffle=False
+)
+for inputs, targets in loader:
+    F.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with torch.no_grad():
+    out = model(x)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "parameter_server"])
+def test_a_wrapper_without_hooks_steps_as_in_one_process(
+    lab: Lab, strategy: str
+) -> None:
+    found = []
+    for each in ("single", strategy):
+        lab.train(each, WRAPPER + WRAPPED, live=False)
+        found.append(lab.pull("out", ranks="0"))
+    torch.testing.assert_close(found[1], found[0])

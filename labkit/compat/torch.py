@@ -464,7 +464,8 @@ def has_step_hooks(optimizer: Any) -> bool:
 @GATE.needs(*(f"torch.optim:Optimizer.{name}" for name in HOOKS_OF_STEP))
 def call_step_hooks(optimizer: torch.optim.Optimizer, *, is_before: bool) -> None:
     """Do what torch does before, or after, a step that another process takes."""
-    hooks = getattr(optimizer, HOOKS_OF_STEP[0 if is_before else 1])
+    # An optimizer that wraps another may have none, as torch would find in its step().
+    hooks = getattr(optimizer, HOOKS_OF_STEP[0 if is_before else 1], {})
     for hook in list(hooks.values()):
         hook(optimizer, (), {})
 

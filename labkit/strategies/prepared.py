@@ -85,6 +85,9 @@ class Division(Protocol):
     def begin_backward(self, roots: Roots) -> None:
         """A backward pass begins that gives gradients to the model. Collective."""
 
+    def begin_step(self) -> None:
+        """The optimizer is to step. Collective."""
+
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """Those of a rank's part, with what they send along that axis."""
 
@@ -438,6 +441,8 @@ class Prepared:
 
         `closure` is for an optimizer that evaluates the loss several times in a step.
         """
+        if self.division is not None:
+            self.division.begin_step()
         if closure is not None:
             self.returned = self.optimizer.step(closure, **self.step_arguments)
             return None

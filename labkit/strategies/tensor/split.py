@@ -221,6 +221,8 @@ class Split:
             if local_part(parameter).shape == parameter.shape
         )
         self._num_passes = 0
+        self._uncompared: dict[str, nn.Parameter] = {}
+        """What is whole on all ranks, until its first gradients are compared."""
         self._has_split_loss = bool(mine.get("loss_parallel"))
 
     def attach(self, prepared: Prepared) -> list[Callable[[], None]]:
@@ -236,7 +238,7 @@ class Split:
         modules = dict(prepared.module.named_modules())
         ours = {name: num_hooks(module) for name, module in modules.items()}
         parameters = dict(prepared.module.named_parameters())
-        whole = {name: parameters[name] for name in sorted(self.whole)}
+        self._uncompared = {name: parameters[name] for name in sorted(self.whole)}
 
         def before_forward(model: nn.Module, args: Any, kwargs: Any) -> None:
             prepared.check_layout()
@@ -245,18 +247,10 @@ class Split:
                 if self._num_hooks[name] or num_hooks(modules[name]) > ours[name]:
                     raise UnsupportedLoopError(HOOK.format(name=name))
 
-        def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-            # The first time alone: no hook can be removed while hooks are called.
-            compared = dict(whole)
-            whole.clear()
-            if compared:
-                check_gradients(compared, self._mesh)
-
         # Before what gathers the parameters of the outermost module.
         forward = prepared.module.register_forward_pre_hook(
             before_forward, prepend=True, with_kwargs=True
         )
-        step = prepared.optimizer.register_step_pre_hook(before_step)
 
         def note_uncompared() -> None:
             if self._num_passes and not self._comparison.has_run:
@@ -267,13 +261,19 @@ class Split:
         loss = contextlib.ExitStack()
         if self._has_split_loss:
             loss.enter_context(loss_of_split_logits())
-        return [*watching, note_uncompared, forward.remove, step.remove, loss.close]
+        return [*watching, note_uncompared, forward.remove, loss.close]
 
     def begin_backward(self, roots: Roots) -> None:
         """In the first passes, compare what ranks with the same samples begin with."""
         if self._num_passes < NUM_COMPARED:
             self._num_passes += 1
             check_roots(map(local_part, roots), self._mesh, self._other_loss)
+
+    def begin_step(self) -> None:
+        """Before the first one, compare the gradients of what all ranks have whole."""
+        compared, self._uncompared = self._uncompared, {}
+        if compared:
+            check_gradients(compared, self._mesh)
 
     def facts(self, facts: ModelFacts) -> ModelFacts:
         """With the bytes of activations that a rank sends in a step."""
