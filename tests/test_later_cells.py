@@ -737,3 +737,24 @@ def test_a_rank_that_fails_after_its_loop_has_loaded_nothing_else(lab: Lab) -> N
     with pytest.raises(RankError, match="on purpose"):
         lab.train("ddp", code + "if rank: raise ValueError('on purpose')", live=False)
     assert lab.runs[-1].mismatches == []
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
+def test_a_model_that_was_set_in_inference_mode_does_not_hinder_another(
+    lab: Lab, strategy: str
+) -> None:
+    """A backward pass asks each model that is there whether it is reached."""
+    of_inference = """
+with torch.inference_mode():
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 1
+model[0].requires_grad_(False)
+before = model
+"""
+    begin = MAKE + PREPARE.format(size=16).replace(TRAIN, "")
+    lab.train(strategy, begin + of_inference, live=False)
+    lab.train(strategy, EVEN, live=False)
+    lab.run(LOOK)
+    torch.testing.assert_close(
+        lab.pull("found", ranks="0"), one_process(16, epochs=1), rtol=1e-4, atol=1e-5
+    )

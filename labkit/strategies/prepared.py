@@ -287,7 +287,7 @@ class Prepared:
     def _with_nodes(
         self, parameters: Sequence[nn.Parameter]
     ) -> list[tuple[nn.Parameter, Any]]:
-        return [(each, get_gradient_edge(each).node) for each in parameters]
+        return [(each, node_of(each)) for each in parameters]
 
     def check_ranks(self) -> None:
         """UnsupportedLoopError where those that it was prepared for are no more, or the
@@ -682,6 +682,17 @@ class Prepared:
             return forward
 
         self._undo.append(wrap_forward(self.module, in_autocast))
+
+
+def node_of(parameter: nn.Parameter) -> Any:
+    """The node of autograd that adds to a parameter's gradient."""
+    if not parameter.is_inference():
+        return get_gradient_edge(parameter).node
+    # The loop has put a tensor of inference mode in its place, and the view of it that
+    # torch would ask has no node.
+    with torch.enable_grad():
+        product: Any = parameter * 1
+    return product.grad_fn.next_functions[0][0]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
