@@ -121,6 +121,7 @@ class LoopChecks:
         if self._is_alone:
             return
         hooks.check_gradients_of = self.check_gradients_of
+        hooks.check_gradients_within = self.check_gradients_within
         hooks.check_inputs = self.check_inputs
         hooks.check_graph = self.check_graph
         hooks.check_scaler = self.check_scaler
@@ -405,6 +406,18 @@ class LoopChecks:
                 "not keep what that needs on every rank; use ddp, zero1 or zero2"
             )
 
+    def check_gradients_within(self, inputs: Roots) -> None:
+        ours = self._prepared_ids()
+        is_gathered = self._strategy.is_sharded and "dp_shard" in self._strategy.axes
+        if is_gathered and any(id(each) in ours for each in inputs):
+            raise UnsupportedLoopError(
+                "a backward pass calls torch.autograd.grad for parameters of the "
+                "model, for example in a torch.autograd.Function of yours, and "
+                f"{self._strategy.name} gathers a layer's parameters for its own "
+                "passes alone. Compute it plainly in forward, with "
+                "--activation-checkpointing to save memory, or use ddp, zero1 or zero2"
+            )
+
     def see_hook(self, parameter: nn.Parameter, is_after: bool) -> None:
         """The loop is about to register a hook for the gradient of a parameter, which
         is called after this is in `parameter.grad`, or before."""
@@ -442,7 +455,8 @@ class LoopChecks:
             )
 
     def check_graph(self) -> None:
-        if self._world_size > 1 and self._prepared():
+        is_elsewhere = self._world_size > 1 or self._strategy.server is not None
+        if is_elsewhere and self._prepared():
             raise UnsupportedLoopError(
                 "backward(create_graph=True) asks for gradients that can be "
                 f"differentiated again; those that {self._strategy.name} averages over "

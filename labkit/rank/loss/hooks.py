@@ -69,6 +69,8 @@ class LossHooks:
         self.check_gradients_of = lambda inputs, create_graph: None
         """Called with what `torch.autograd.grad` is asked for, and whether its result
         is to be differentiated, too."""
+        self.check_gradients_within: Callable[[Roots], None] = lambda inputs: None
+        """The same within a backward pass."""
         self.check_scaler: Callable[[], None] = lambda: None
         """Called before a loop scales its loss itself."""
         self.unscale: Callable[[Any, Unscale], Overflows]
@@ -218,8 +220,13 @@ class LossHooks:
     def end(self, *, has_failed: bool) -> None:
         self.on_backward_ends(has_failed)
 
-    def differentiating(self, inputs: Roots, create_graph: bool) -> None:
-        self.check_gradients_of(inputs, create_graph)
+    def differentiating(
+        self, inputs: Roots, create_graph: bool, *, is_within: bool
+    ) -> None:
+        if is_within:
+            self.check_gradients_within(inputs)
+        else:
+            self.check_gradients_of(inputs, create_graph)
 
     def _scaled(self, seed: torch.Tensor) -> torch.Tensor:
         weight = self.weight_in_parts if is_in_parts(seed) else self.weight

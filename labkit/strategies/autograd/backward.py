@@ -86,8 +86,10 @@ class Watcher(Protocol):
     def end(self, *, has_failed: bool) -> None:
         """It has ended, or failed half-way."""
 
-    def differentiating(self, inputs: Roots, create_graph: bool) -> None:
-        """`torch.autograd.grad` is called for `inputs`."""
+    def differentiating(
+        self, inputs: Roots, create_graph: bool, *, is_within: bool
+    ) -> None:
+        """`torch.autograd.grad` is called for `inputs`, maybe within a pass."""
 
 
 _followers: list[weakref.ref[Any]] = []
@@ -178,11 +180,10 @@ def _run(
     is_backward = kwargs.get("accumulate_grad", True)
     if _is_inside and is_backward:
         return _run_inside(run, roots, seeds, *args, **kwargs)
-    if _is_inside or not (followers or _watchers):
-        return run(roots, seeds, *args, **kwargs)
     if not is_backward:
         for watcher in _watchers:
-            watcher.differentiating(args[2], args[1])
+            watcher.differentiating(args[2], args[1], is_within=_is_inside)
+    if not (is_backward and (followers or _watchers)):
         return run(roots, seeds, *args, **kwargs)
     _is_inside = has_failed = True
     begun: list[Watcher] = []
@@ -241,10 +242,13 @@ def _run_inside(
         for follower in living():
             if any(will_execute(node) for _, node in follower.accumulators()):
                 raise UnsupportedLoopError(
-                    "the model is checkpointed with use_reentrant=True: such a block "
-                    "runs a backward pass of its own, whose gradients would not be "
-                    "averaged. Write checkpoint(..., use_reentrant=False), as PyTorch "
-                    "recommends, or give --activation-checkpointing"
+                    "a backward pass runs another one within it, as a block does that "
+                    "is checkpointed with use_reentrant=True, or a "
+                    "torch.autograd.Function that calls backward(): the gradients of "
+                    "the inner one would not be averaged. Write checkpoint(..., "
+                    "use_reentrant=False), as PyTorch recommends, or give "
+                    "--activation-checkpointing; a Function has to return gradients, "
+                    "from torch.autograd.grad(), and get the parameters as inputs"
                 )
 
     hooks = [n.register_prehook(refuse) for n in {*map(_node_of, roots)} - {None}]
