@@ -444,6 +444,27 @@ def test_what_a_hook_of_the_users_prints_after_a_cell_is_shown(
         lab.run("events.unregister('post_run_cell', ended)")
 
 
+def test_an_error_in_a_hook_of_the_users_is_shown_and_fails_no_cell(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hooks = "pre_run_cell", "post_run_cell"
+    lab.run(
+        "events = get_ipython().events\n"
+        "def fails(*info): raise ValueError('on purpose')\n"
+        f"for each in {hooks}: events.register(each, fails)"
+    )
+    capsys.readouterr()
+    try:
+        lab.run("print('the cell')")
+        shown = capsys.readouterr()
+        assert shown.out == "[ranks 0-1] the cell\n"
+        assert shown.err.count("ValueError: on purpose") == len(hooks)
+        with pytest.raises(RankError, match="ZeroDivisionError"):
+            lab.run("1 / 0")
+    finally:
+        lab.run(f"for each in {hooks}: events.unregister(each, fails)")
+
+
 def test_hearts_beat_seldom_where_nobody_registers(lab: Lab) -> None:
     lab.run(
         "from ipyparallel.engine.app import IPEngine\n"

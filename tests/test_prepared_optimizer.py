@@ -196,6 +196,8 @@ def test_its_class_is_the_users(model: nn.Module) -> None:
     assert optimizer.__class__ is Scaled
     assert type(optimizer).__name__ == "Scaled"
     assert isinstance(copy.copy(optimizer), Scaled)
+    with pytest.raises(UnsupportedLoopError, match="Keep its state instead"):
+        copy.deepcopy(optimizer)
 
 
 @pytest.mark.timeout(240)

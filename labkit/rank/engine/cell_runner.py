@@ -10,6 +10,7 @@ import inspect
 import logging
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from collections.abc import Mapping
 from dataclasses import replace
@@ -137,8 +138,10 @@ class CellRunner:
         """Of messages, before the cell."""
         self._reply: dict[str, Any] = {}
         """What the reply to the cell is to have besides IPython's own."""
+        self._is_in_code = False
+        """Whether the code of a cell runs, and not what comes before and after it."""
         self._shown_error: BaseException | None = None
-        """Whose traceback IPython has shown while the cell ran, last."""
+        """Whose traceback IPython has shown meanwhile, last."""
         self._interrupts = CellInterrupts(self.group, refusal=self._refusal)
         self._console = Console(shell, placement.world_size)
         self._keyboard = Keyboard(
@@ -182,10 +185,13 @@ class CellRunner:
         self._count_published = count_published(shell.kernel)
         # What would end the engine, and not only the cell.
         shell.ask_exit = sys.exit
+        # Of a hook that fails its error is shown, and not all that it was called with.
+        shell.events.print_on_error = False
         raise_from_scripts(shell)
         show_in_short(shell, self._note_shown)
-        refuse_cells(shell, lambda: self._begin_error)
+        refuse_cells(shell, self._begin_code)
         shell.events.register("pre_run_cell", self._before_cell)
+        shell.events.register("post_run_cell", self._end_code)
         shell.events.register("post_run_cell", self._after_cell)
 
     def _adapt_libraries(self) -> None:
@@ -237,6 +243,18 @@ class CellRunner:
                 lambda file: file in cells or is_own_file(file),
             )
         self._interrupts.begin_code()
+
+    def _begin_code(self) -> Exception | None:
+        """The code of a cell is to run now; why it is not, if that is so."""
+        if self._depth == 1:
+            self._is_in_code = self._begin_error is None
+        return self._begin_error
+
+    def _end_code(self, result: Any) -> None:
+        """It has run. Hooks of the user's own come next, and an error in one of them
+        is shown, as IPython does, and none of the cell's."""
+        if self._depth == 1:
+            self._is_in_code = False
 
     def _set_names(self) -> None:
         """The names that every cell has, whatever the one before has made of them."""
@@ -386,7 +404,7 @@ class CellRunner:
 
     def _note_shown(self, error: BaseException) -> None:
         """A traceback that IPython shows is a failure, also if the cell continues."""
-        if self._interrupts.is_running:
+        if self._is_in_code:
             self._shown_error = error
             session = self._session
             wraps_itself = session is not None and session.strategy.technique is None
@@ -398,6 +416,8 @@ class CellRunner:
                 own_names=self.own_names(),
                 ours=self._injected,
             )
+        elif self._begin_error is None:  # of a hook: the cell's own failure is reported
+            traceback.print_exception(error)
 
     def _free(self, result: Any) -> int:
         """Free what a failed cell's exceptions hold: the reply has their text alone.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from collections.abc import ValuesView
 from dataclasses import dataclass
 from typing import Any
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -86,6 +87,13 @@ IN_INFERENCE = (
 UNNAMED = (
     "the loop calls {kind}.step with {found}, which is no closure; give it by name, as "
     "in optimizer.step(scale=0.5)"
+)
+
+COPIED = (
+    "the loop copies the optimizer after prepare, by copy.deepcopy, and the copy would "
+    "step parameters of its own, which belong to no model. Keep its state instead: "
+    "kept = copy.deepcopy(optimizer.state_dict()), and later "
+    "optimizer.load_state_dict(kept)"
 )
 
 STEPS_EAGERLY = (
@@ -464,6 +472,9 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise UnsupportedLoopError(COPIED)
 
 
 @dataclass(slots=True)
