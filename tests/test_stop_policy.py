@@ -219,6 +219,7 @@ def test_a_rank_that_is_done_owes_its_outcome() -> None:
     assert not policy.is_silent(0, 1e6)  # it runs
     policy.done(0, 10.0)
     policy.heard(0, 15.0)
+    policy.heard(0, 12.0)  # found out later
     policy.heard(1, 15.0)
     assert not policy.is_silent(0, 15.0 + 0.9 * OUTCOME_AFTER_S)
     assert policy.is_silent(0, 15.0 + 1.1 * OUTCOME_AFTER_S)

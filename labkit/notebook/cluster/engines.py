@@ -5,6 +5,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -122,6 +123,7 @@ class LabEngines(Engines):
         self._engines: dict[int, Engine] = {}
         self._engine_ids: dict[int, int] = {}
         self._on_late_output: OnLateOutput = lambda rank, kind, content: None
+        self._late_output_at: dict[int, float] = {}
         self._is_ending = threading.Event()
 
     @property
@@ -153,6 +155,7 @@ class LabEngines(Engines):
 
     def listen(self, rank: int) -> None:
         def receive(msg: dict[str, Any]) -> None:
+            self._late_output_at[rank] = time.monotonic()
             self._on_late_output(rank, msg["header"]["msg_type"], msg["content"])
 
         content = {"request": "listen", "arguments": {}}
@@ -162,6 +165,9 @@ class LabEngines(Engines):
 
     def show_late_output(self, show: OnLateOutput) -> None:
         self._on_late_output = show
+
+    def late_output_at(self, rank: int) -> float:
+        return self._late_output_at.get(rank, -math.inf)
 
     def part(self, ranks: range) -> "Part":
         """Some of the engines, which are ranks from 0 in it."""
@@ -561,6 +567,9 @@ class Part(Engines):
 
     def show_late_output(self, show: OnLateOutput) -> None:
         self._cluster.show_late_output(show)
+
+    def late_output_at(self, rank: int) -> float:
+        return self._cluster.late_output_at(self.there[rank])
 
     def open_store(self) -> Meeting:
         self._check([])

@@ -99,6 +99,11 @@ class Engines(abc.ABC):
         two cells."""
 
     @abc.abstractmethod
+    def late_output_at(self, rank: int) -> float:
+        """When the last of that came from the rank, by the monotonic clock. What it
+        has sent later, as the outcome of a cell, comes behind it."""
+
+    @abc.abstractmethod
     def open_store(self) -> Meeting:
         """Serve an empty store, in place of the former one; where ranks find it."""
 

@@ -390,6 +390,7 @@ class CellExecution:
             for rank in running:
                 self._cluster.kill(rank)  # nobody could stop it later
         for rank in list(running):
+            policy.heard(rank, self._cluster.late_output_at(rank))
             if not self._cluster.is_alive(rank):
                 self._end(rank, self._died(rank))
             elif not self._cluster.is_cut_off(rank) and policy.is_silent(rank, now):

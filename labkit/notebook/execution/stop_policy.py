@@ -87,10 +87,10 @@ class StopPolicy:
         """The rank is done with the cell; its outcome may still be on its way."""
         self._heard_at[rank] = now
 
-    def heard(self, rank: int, now: float) -> None:
+    def heard(self, rank: int, when: float) -> None:
         """The rank has sent something."""
         if rank in self._heard_at:
-            self._heard_at[rank] = now
+            self._heard_at[rank] = max(when, self._heard_at[rank])
 
     # ---- what follows ----
 
