@@ -30,6 +30,8 @@ for x, y in loader:
 
 def test_a_plain_loop_does_nothing_else() -> None:
     assert extra_work(PREPARE + STEP) is None
+    assert extra_work(PREPARE + STEP + "    hidden.requires_grad = True") is None
+    assert extra_work(PREPARE + STEP + "    [g] = torch.autograd.grad(l, h)") is None
     assert extra_work("this is no Python") is None
 
 

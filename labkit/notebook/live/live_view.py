@@ -39,7 +39,7 @@ MAX_LOAD = 0.2
 LASTING_LOAD = 0.01
 """The share of all cores in the end: the ranks need them, and the picture changes less
 and less."""
-GROWTH = 0.3
+GROWTH = 0.5
 """Until then the next picture is due when the run has lasted this much longer."""
 MAX_FAILURES = 2
 """How often the painter's process may die in a run."""

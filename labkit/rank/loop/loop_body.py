@@ -253,9 +253,10 @@ def is_phase(statement: ast.If) -> bool:
 
 def is_variable(target: ast.expr) -> bool:
     """Whether this is set in the loop, or in the class that has it, and in nothing that
-    they train with."""
-    is_own = isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
-    return is_own or isinstance(target, ast.Name | ast.Tuple)
+    they train with; or comes to the same however often it is set."""
+    if isinstance(target, ast.Attribute):
+        return ast.unparse(target.value) == "self" or target.attr == "requires_grad"
+    return isinstance(target, ast.Name | ast.Tuple | ast.List)
 
 
 def use_of_batch_size(code: str) -> str | None:

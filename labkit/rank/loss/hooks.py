@@ -1,6 +1,7 @@
 """Notices the losses of backward passes and the optimizers' steps in any loop."""
 
 import contextlib
+import gc
 import itertools
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from labkit.compat.c10d import is_in_parts
 from labkit.compat.torch import Overflows
 from labkit.compat.torch import Unscale
+from labkit.compat.torch import storage_key
 from labkit.compat.torch import unscaling_by
 from labkit.rank.telemetry.stack_trace import is_called_from
 from labkit.strategies.autograd import backward
@@ -208,14 +210,10 @@ class LossHooks:
         )
         if total is not None and not is_again:
             self._losses.append((total, self.weight, self.batch, self.microbatch))
-        is_part = backward.is_part()
-        scaled: list[torch.Tensor | None] = []
-        for root, seed in zip(roots, seeds, strict=True):
-            if not is_part and isinstance(root, torch.Tensor):
-                self.check_loss(root, seed)
-            scaled.append(None if seed is None else self._scaled(seed))
+        if not backward.is_part():
+            seeds = tuple(map(self._scaled, roots, seeds))
         self.on_backward_begins()
-        return tuple(scaled)
+        return seeds
 
     def end(self, *, has_failed: bool) -> None:
         self.on_backward_ends(has_failed)
@@ -228,9 +226,35 @@ class LossHooks:
         else:
             self.check_gradients_of(inputs, create_graph)
 
-    def _scaled(self, seed: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, root: Any, seed: torch.Tensor | None) -> torch.Tensor | None:
+        if isinstance(root, torch.Tensor):
+            self.check_loss(root, seed)
+        if seed is None or is_of_earlier_pass(root, seed):
+            return seed
         weight = self.weight_in_parts if is_in_parts(seed) else self.weight
         return self.scale(seed if weight == 1.0 else weight * seed)
+
+
+def is_of_earlier_pass(root: Any, seed: torch.Tensor) -> bool:
+    """Whether `root.backward(seed)` goes on with the gradient that an earlier backward
+    pass, weighted and scaled, gave to a tensor: to one at which the loop has cut the
+    model in two, `d = h.detach().requires_grad_()`, and `h.backward(d.grad)`."""
+    if not isinstance(root, torch.Tensor) or root.numel() == 1:
+        return False
+    memory = memory_of(seed)
+    return memory is not None and any(
+        memory_of(each.grad) == memory
+        # Most of a process's objects are frozen: these are some thousands.
+        for each in gc.get_objects()
+        if type(each) is torch.Tensor and (each.is_leaf or each.retains_grad)
+    )
+
+
+def memory_of(tensor: torch.Tensor | None) -> int | None:
+    """The identity of what a plain tensor has its values in; None for others."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+        return None
+    return storage_key(tensor.untyped_storage())
 
 
 def num_steps_under_way() -> int:
