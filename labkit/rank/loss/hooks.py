@@ -57,6 +57,8 @@ class LossHooks:
         self.microbatch = 0
         """The number of the part of it."""
         self.num_backwards = 0
+        self._num_before_microbatch = 0
+        """Backward passes before the microbatch at hand."""
         self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda seed: seed
         """Makes of the gradient of a loss what the backward pass begins with: see
         `Prepared.scale`."""
@@ -124,6 +126,7 @@ class LossHooks:
         the next."""
         self.batch += is_first
         self.microbatch += 1
+        self._num_before_microbatch = self.num_backwards
 
     def set_loss(self, loss: torch.Tensor) -> None:
         """Count this in place of what the backward passes of the microbatch at hand
@@ -229,7 +232,8 @@ class LossHooks:
     def _scaled(self, root: Any, seed: torch.Tensor | None) -> torch.Tensor | None:
         if isinstance(root, torch.Tensor):
             self.check_loss(root, seed)
-        if seed is None or is_of_earlier_pass(root, seed):
+        is_first = self.num_backwards - self._num_before_microbatch == 1
+        if seed is None or (not is_first and is_of_earlier_pass(root, seed)):
             return seed
         weight = self.weight_in_parts if is_in_parts(seed) else self.weight
         return self.scale(seed if weight == 1.0 else weight * seed)
