@@ -39,7 +39,7 @@ help:
 	@echo "make notebooks                             run the notebooks, save outputs"
 	@echo "make pictures                              film a run for the README"
 	@echo "make conformance                           regenerate docs/conformance.md"
-	@echo "make bench [ARGS=--write]                  beside the peers, 11 minutes"
+	@echo "make bench [ARGS=--write]                  beside the peers, 15 minutes"
 	@echo "make bench-quick                           a shorter one, 2 to 3 minutes"
 	@echo "make clean                                 remove .venv* and test-artifacts"
 
