@@ -447,7 +447,7 @@ def test_what_a_hook_of_the_users_prints_after_a_cell_is_shown(
 def test_an_error_in_a_hook_of_the_users_is_shown_and_fails_no_cell(
     lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hooks = "pre_run_cell", "post_run_cell"
+    hooks = "pre_execute", "pre_run_cell", "post_execute", "post_run_cell"
     lab.run(
         "events = get_ipython().events\n"
         "def fails(*info): raise ValueError('on purpose')\n"
@@ -463,6 +463,33 @@ def test_an_error_in_a_hook_of_the_users_is_shown_and_fails_no_cell(
             lab.run("1 / 0")
     finally:
         lab.run(f"for each in {hooks}: events.unregister(each, fails)")
+
+
+def test_an_error_in_what_a_hook_runs_fails_no_cell(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lab.run(
+        "events = get_ipython().events\n"
+        "def runs(result):\n"
+        "    events.unregister('post_run_cell', runs)\n"
+        "    get_ipython().run_cell('1 / 0', silent=True)"
+    )
+    lab.run("events.register('post_run_cell', runs)")
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_cell_within_a_cell_does_not_end_it(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for inner in ("", "x = 1"):
+        for silent in (True, False):
+            with pytest.raises(RankError, match="failed at line 3: 1 / 0"):
+                lab.run(
+                    f"get_ipython().run_cell({inner!r}, silent={silent})\n"
+                    "print('goes on')\n"
+                    "1 / 0"
+                )
+            assert capsys.readouterr().out == "[ranks 0-1] goes on\n"
 
 
 def test_hearts_beat_seldom_where_nobody_registers(lab: Lab) -> None:

@@ -38,6 +38,10 @@ def wrap_send_error(
     shell._showtraceback = wrap(shell._showtraceback)
 
 
+EVENTS = "IPython.core.events"
+"""The module that calls hooks, around a cell, and has their errors shown."""
+
+
 def refuse_cells(shell: Any, reason: Callable[[], BaseException | None]) -> None:
     """Have the shell show `reason()` instead of running a cell's code, if it gives one.
 

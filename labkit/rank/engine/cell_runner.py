@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from labkit.checks import steps_to_profile
 from labkit.compat.c10d import is_batch_cut
+from labkit.compat.ipython import EVENTS
 from labkit.compat.ipython import answer_in_short
 from labkit.compat.ipython import cell_numbers
 from labkit.compat.ipython import count_published
@@ -63,6 +64,7 @@ from labkit.rank.telemetry.exceptions import safe_str
 from labkit.rank.telemetry.exceptions import show_in_short
 from labkit.rank.telemetry.exceptions import where_in_cell
 from labkit.rank.telemetry.journal import Journal
+from labkit.rank.telemetry.stack_trace import is_called_from
 from labkit.rank.terminal.console import Console
 from labkit.rank.terminal.keyboard import Keyboard
 from labkit.rank.training.cell_checkpoints import Checkpoints
@@ -138,10 +140,8 @@ class CellRunner:
         """Of messages, before the cell."""
         self._reply: dict[str, Any] = {}
         """What the reply to the cell is to have besides IPython's own."""
-        self._is_in_code = False
-        """Whether the code of a cell runs, and not what comes before and after it."""
         self._shown_error: BaseException | None = None
-        """Whose traceback IPython has shown meanwhile, last."""
+        """Whose traceback IPython has shown while the cell ran, last; not of a hook."""
         self._interrupts = CellInterrupts(self.group, refusal=self._refusal)
         self._console = Console(shell, placement.world_size)
         self._keyboard = Keyboard(
@@ -189,9 +189,8 @@ class CellRunner:
         shell.events.print_on_error = False
         raise_from_scripts(shell)
         show_in_short(shell, self._note_shown)
-        refuse_cells(shell, self._begin_code)
+        refuse_cells(shell, lambda: self._begin_error)
         shell.events.register("pre_run_cell", self._before_cell)
-        shell.events.register("post_run_cell", self._end_code)
         shell.events.register("post_run_cell", self._after_cell)
 
     def _adapt_libraries(self) -> None:
@@ -244,18 +243,6 @@ class CellRunner:
             )
         self._interrupts.begin_code()
 
-    def _begin_code(self) -> Exception | None:
-        """The code of a cell is to run now; why it is not, if that is so."""
-        if self._depth == 1:
-            self._is_in_code = self._begin_error is None
-        return self._begin_error
-
-    def _end_code(self, result: Any) -> None:
-        """It has run. Hooks of the user's own come next, and an error in one of them
-        is shown, as IPython does, and none of the cell's."""
-        if self._depth == 1:
-            self._is_in_code = False
-
     def _set_names(self) -> None:
         """The names that every cell has, whatever the one before has made of them."""
         namespace: dict[str, Any] = self.shell.user_ns
@@ -281,6 +268,8 @@ class CellRunner:
     # ---- a cell ends ----
 
     def _after_cell(self, result: Any) -> None:
+        if not result.info.raw_cell.strip():  # IPython says of its end alone
+            return
         self._depth = max(0, self._depth - 1)
         if self._depth > 0 or self._spec is None:
             return
@@ -404,7 +393,11 @@ class CellRunner:
 
     def _note_shown(self, error: BaseException) -> None:
         """A traceback that IPython shows is a failure, also if the cell continues."""
-        if self._is_in_code:
+        if is_called_from(EVENTS):
+            # What IPython shows of a hook of the user's, around the cell, fails none.
+            if self._begin_error is None:  # which is reported
+                traceback.print_exception(error)
+        elif self._interrupts.is_running and self._begin_error is None:
             self._shown_error = error
             session = self._session
             wraps_itself = session is not None and session.strategy.technique is None
@@ -416,8 +409,6 @@ class CellRunner:
                 own_names=self.own_names(),
                 ours=self._injected,
             )
-        elif self._begin_error is None:  # of a hook: the cell's own failure is reported
-            traceback.print_exception(error)
 
     def _free(self, result: Any) -> int:
         """Free what a failed cell's exceptions hold: the reply has their text alone.
