@@ -232,25 +232,29 @@ class LossHooks:
     def _scaled(self, root: Any, seed: torch.Tensor | None) -> torch.Tensor | None:
         if isinstance(root, torch.Tensor):
             self.check_loss(root, seed)
-        is_first = self.num_backwards - self._num_before_microbatch == 1
-        if seed is None or (not is_first and is_of_earlier_pass(root, seed)):
-            return seed
+        if seed is None:
+            return None
         weight = self.weight_in_parts if is_in_parts(seed) else self.weight
-        return self.scale(seed if weight == 1.0 else weight * seed)
+        scaled = self.scale(seed if weight == 1.0 else weight * seed)
+        is_first = self.num_backwards - self._num_before_microbatch == 1
+        if is_first or scaled is seed or not is_of_earlier_pass(root, seed):
+            return scaled
+        return seed
 
 
 def is_of_earlier_pass(root: Any, seed: torch.Tensor) -> bool:
     """Whether `root.backward(seed)` goes on with the gradient that an earlier backward
     pass, weighted and scaled, gave to a tensor: to one at which the loop has cut the
     model in two, `d = h.detach().requires_grad_()`, and `h.backward(d.grad)`."""
-    if not isinstance(root, torch.Tensor) or root.numel() == 1:
+    if not isinstance(root, torch.Tensor) or not root.dim():
         return False
     memory = memory_of(seed)
     return memory is not None and any(
         memory_of(each.grad) == memory
         # Most of a process's objects are frozen: these are some thousands.
         for each in gc.get_objects()
-        if type(each) is torch.Tensor and (each.is_leaf or each.retains_grad)
+        if (type(each) is torch.Tensor or type(each) is torch.nn.Parameter)
+        and (each.is_leaf or each.retains_grad)
     )
 
 
