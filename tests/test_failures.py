@@ -416,6 +416,13 @@ def test_a_metric_that_cannot_be_drawn_does_not_end_the_run(lab: Lab) -> None:
         "dist.init_process_group('gloo') if rank == 0 else dist.barrier()",
         "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(9, 9)) "
         "if rank == 0 else dist.recv(torch.ones(1), 0)",
+        # It leaves the signal to the command.
+        pytest.param(
+            "import os\nos.system('sleep 60') if rank == 0 else dist.barrier()",
+            marks=pytest.mark.skipif(
+                sys.platform != "linux", reason="only Linux says what is ignored"
+            ),
+        ),
     ],
 )
 def test_an_interrupt_ends_the_cell_and_keeps_state(

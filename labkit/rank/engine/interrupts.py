@@ -1,8 +1,11 @@
 """Stops a running cell: between two of its instructions, or out of a collective."""
 
+import _thread
 import asyncio
+import contextlib
 import functools
 import pdb
+import re
 import selectors
 import signal
 import sys
@@ -13,6 +16,8 @@ from collections.abc import Coroutine
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from labkit import timeouts
 from labkit.compat.ipython import no_running_loop
@@ -228,3 +233,27 @@ class CellInterrupts:
         main_thread = threading.main_thread().ident
         assert main_thread is not None
         signal.pthread_kill(main_thread, signal.SIGINT)
+        if ignores_sigint():
+            interrupt_command()
+            _thread.interrupt_main()  # its handler runs once the command has ended
+
+
+def ignores_sigint() -> bool:
+    """Whether a SIGINT does nothing at the moment: C's `system`, which `os.system`
+    calls, leaves it to the command that it waits for, to which a terminal sends it."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # Linux has it
+        return False
+    found = re.search(r"SigIgn:\t(\w+)", status)
+    return found is not None and bool(int(found[1], 16) >> (signal.SIGINT - 1) & 1)
+
+
+def interrupt_command() -> None:
+    """Send SIGINT to the command of `os.system`, and all that it runs."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for shell in psutil.Process().children():
+            # Python's own shells are "/bin/sh": of `subprocess`, perhaps in a thread.
+            if shell.cmdline()[:2] == ["sh", "-c"]:
+                for each in (*shell.children(recursive=True), shell):
+                    each.send_signal(signal.SIGINT)
