@@ -251,9 +251,9 @@ def ignores_sigint() -> bool:
 
 def interrupt_command() -> None:
     """Send SIGINT to the command of `os.system`, and all that it runs."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        for shell in psutil.Process().children():
+    for shell in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has ended, or is another user's
             # Python's own shells are "/bin/sh": of `subprocess`, perhaps in a thread.
             if shell.cmdline()[:2] == ["sh", "-c"]:
-                for each in (*shell.children(recursive=True), shell):
+                for each in (shell, *shell.children(recursive=True)):
                     each.send_signal(signal.SIGINT)
