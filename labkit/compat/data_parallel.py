@@ -118,7 +118,7 @@ def name_for_profilers() -> Callable[[], None]:
     the way back.
 
     A name takes 7 µs of CPU time whether one is or not, and each group of parameters
-    has ten in a step: of a small model's step on a CPU that is a twentieth.
+    has eleven in a step: of a small model's on a CPU that is a twentieth.
     """
     module: Any = sys.modules[f"{_FSDP}._fsdp_param_group"]
     nothing = contextlib.nullcontext()

@@ -156,7 +156,7 @@ class EngineProcess:
         with self._lock, contextlib.suppress(psutil.Error, OSError, ValueError):
             self._native_bytes.append(size_of(self._native_file))
             rss = self._process.memory_info().rss
-            self._memory_bytes = rss or self._memory_bytes  # it is about to end
+            self._memory_bytes = rss or self._memory_bytes  # 0 as it is about to end
             # cgroup files are gone once the process is; read them while it lives.
             if (now := time.monotonic()) >= self._look_at_group_at:
                 self._look_at_group_at = now + timeouts.LOOK_AGAIN_S
