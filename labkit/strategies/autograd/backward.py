@@ -191,8 +191,7 @@ def _run(
     hooks: list[Any] = []
     try:
         for watcher in _watchers:
-            wanted = watcher.begin(roots, seeds, args[1], args[2])
-            seeds = seeds if _keeps_seeds else wanted
+            seeds = watcher.begin(roots, seeds, args[1], args[2])
             begun.append(watcher)
         if followers:
             reach = _Reach(followers, roots, reached)
