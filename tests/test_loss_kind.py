@@ -113,6 +113,14 @@ def triplets(x: Tensor) -> Tensor:
     return F.relu(1 + torch.cdist(x, x * 2) - (x - T).norm(dim=1)).mean()
 
 
+HARDEST = torch.tensor([3, 1])
+"""Places of samples, in the order that `argsort` may give."""
+
+
+def hardest(take: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    return take(F.cross_entropy(x, WHOLE, reduction="none"), HARDEST).mean()
+
+
 class AllGather(torch.autograd.Function):
     """As a collective of a rank that is alone."""
 
@@ -158,6 +166,15 @@ RIGHT: dict[str, Loss] = {
     "each sample's numbers in order": lambda x: x.sort(1)[0][:, 1:].square().mean(),
     "the hardest of each sample by itself": lambda x: added(
         [(x[i] - T[i]).square().repeat(4).topk(3)[0].mean() / 4 for i in range(4)]
+    ),
+    "every other sample": lambda x: F.cross_entropy(
+        x[torch.tensor([False, True, False, True])], WHOLE[:2]
+    ),
+    "all samples in another order": lambda x: F.cross_entropy(
+        x[torch.tensor([3, 1, 0, 2])], WHOLE
+    ),
+    "a number of each sample": lambda x: (
+        -x.log_softmax(1).gather(1, torch.tensor([[3], [0], [2], [1]])).mean()
     ),
     "cross entropy": lambda x: F.cross_entropy(x, WHOLE),
     "a fraction of it": lambda x: 0.5 * F.cross_entropy(x, WHOLE) / 3,
@@ -420,6 +437,22 @@ NOTED: dict[str, tuple[Loss, str]] = {
     ),
     "all but the hardest": (
         lambda x: F.cross_entropy(x, WHOLE, reduction="none").sort()[0][:3].mean(),
+        SORTED,
+    ),
+    "the hardest samples by their places": (
+        lambda x: hardest(Tensor.__getitem__, x),
+        SORTED,
+    ),
+    "the same, selected": (
+        lambda x: hardest(lambda losses, order: losses.index_select(0, order), x),
+        SORTED,
+    ),
+    "the same, gathered": (
+        lambda x: hardest(lambda losses, order: losses.gather(0, order), x),
+        SORTED,
+    ),
+    "the samples with the largest losses": (
+        lambda x: F.cross_entropy(x[HARDEST], WHOLE[HARDEST]),
         SORTED,
     ),
     "samples in order": (lambda x: F.mse_loss(x.sort(0)[0], T.sort(0)[0]), SORTED),

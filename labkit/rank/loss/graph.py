@@ -111,6 +111,8 @@ PAIRED = ("Mm", "Bmm", "Cdist", "EuclideanDist")
 """What gives a number for each pair of rows of two matrices."""
 SORTED = ("Topk", "Sort")
 """What orders numbers by their size."""
+TAKEN = ("Index", "IndexSelect", "Gather")
+"""What takes numbers by their places, as `argsort` gives them."""
 BROADCAST = (*OFFSETS, "Mul", "Div")
 """What does so, of inputs spread to one shape."""
 PROBABILITIES = ("Softmax", "Sigmoid")
@@ -301,11 +303,15 @@ class Terms:
         return self._is_some(found) and not any(_is_gathered(*each) for each in near)
 
     def _is_sorted(self, node: Any) -> bool:
-        if kind_of(node) not in SORTED:
+        kind = kind_of(node)
+        if kind not in SORTED and kind not in TAKEN:
             return False
         [(below, output)] = node.next_functions[:1]
         sizes = _shape(below, output) or ()
-        is_along = _reduced(saved_number(node, "dim"), len(sizes)) == {0}
+        if kind in SORTED:
+            is_along = _reduced(saved_number(node, "dim"), len(sizes)) == {0}
+        else:
+            is_along = _takes_some_in_order(node, kind, sizes)
         is_over = is_along and self._has_samples(sizes[:1])
         return is_over and self.is_of_data(below) is True
 
@@ -650,6 +656,20 @@ def _is_scaled(node: Any, kind: str) -> bool:
         return 1 in (saved_number(node, "ord"), saved_number(node, "p"))
     # Of two inputs none may be a constant.
     return kind in SCALED and all(each for each, _ in node.next_functions)
+
+
+def _takes_some_in_order(node: Any, kind: str, sizes: tuple[int, ...]) -> bool:
+    """Whether it takes some of the first dimension, each once, and in an order of its
+    own: what a mask takes is in the order that it has."""
+    given = saved_value(node, "indices" if kind == "Index" else "index")
+    if kind == "Index":
+        given = given[0] if given else None
+    elif _reduced(saved_number(node, "dim"), len(sizes)) != {0}:
+        return False
+    if not isinstance(given, torch.Tensor) or given.dim() != 1:
+        return False
+    is_some = 1 < given.numel() < sizes[0] and len(given.unique()) == given.numel()
+    return is_some and bool((given.diff() < 0).any())
 
 
 def _numbers_of(node: Any) -> torch.Tensor | None:

@@ -107,10 +107,10 @@ PAIRS = (
     "number of ranks, drop_last=True, and no --accumulate"
 )
 SORTED = (
-    "the loss puts samples in an order (topk, sort), for example to take the hardest "
-    "ones, but each rank and microbatch has only its own samples to order, and takes "
-    "as many of each: it differs from the loss of one process on the whole batch. "
-    "Bring the ranks' numbers together before: "
+    "the loss puts samples in an order (topk, sort, argsort), for example to take the "
+    "hardest ones, but each rank and microbatch has only its own samples to order, and "
+    "takes as many of each: it differs from the loss of one process on the whole "
+    "batch. Bring the ranks' numbers together before: "
     f"{all_gather_with_gradients()}(losses, 0, loader.group). Every rank needs the "
     "same number of samples for that: a batch size that is a multiple of the number "
     "of ranks, drop_last=True, and no --accumulate"
