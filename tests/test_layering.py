@@ -29,7 +29,7 @@ GROUND_FLOOR = {
         "messages",
     ),
     *("models", "options", "rank_spec", "records", "serialization"),
-    *("step_folders", "theory", "timeouts", "train_options"),
+    *("step_folders", "theory", "timeouts", "train_options", "unsent"),
 }
 # What each part may import of labkit, besides itself. A part that is not named here
 # belongs to the ground floor: it may import nothing but that.

@@ -160,6 +160,17 @@ def count_published(kernel: Any) -> Callable[[], int]:
     return lambda: num_sent
 
 
+Taking = Callable[[], Iterator[tuple[dict[str, Any], str]]]
+"""Takes from a stream what it holds: each text, with the request that it belongs to."""
+
+
+@KERNEL_GATE.needs("ipykernel.iostream:OutStream._flush_buffers")
+def wrap_taking(stream: Any, wrap: Callable[[Taking], Taking]) -> None:
+    """Put `wrap(take)` in the place of what takes texts from `stream` to send them, one
+    after the other: the next is asked for when one is sent."""
+    stream._flush_buffers = wrap(stream._flush_buffers)
+
+
 @KERNEL_GATE.needs(
     "ipykernel.iostream:OutStream._original_stdstream_fd",
     "ipykernel.iostream:OutStream._original_stdstream_copy",

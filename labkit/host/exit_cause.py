@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from dataclasses import field
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from labkit.records import DUMP_SIGNAL
 from labkit.records import SHORT
 from labkit.records import format_bytes
 from labkit.records import shorten
+from labkit.unsent import unsent_output
 
 _STOPPED = "received signal 15, stopping"
 """What ipyparallel's engine says of a SIGTERM."""
@@ -61,6 +63,8 @@ class Death:
     """Of the cell, at which native code crashed."""
     remedy: str = "%dist_restart brings it back"
     """What to do about it."""
+    unsent: dict[str, str] = field(default_factory=dict, hash=False)
+    """What it had printed last, by stream, and nobody has got."""
 
     def __str__(self) -> str:
         return f"pid {self.pid}, {self.cause}"
@@ -95,6 +99,7 @@ class EngineProcess:
         """Where it writes its Python stack when it is sent `DUMP_SIGNAL`."""
         self._native_file = self._log_file.with_suffix(".native")
         """What native code has printed in it, within cells as well."""
+        self._unsent_file = self._log_file.with_suffix(".unsent")
         self.expected_cause = ""
         """Why it is about to end, where that is known beforehand."""
         self._memory_bytes = 0
@@ -178,7 +183,13 @@ class EngineProcess:
         with self._lock:
             if self._death is None:
                 line = crash_line(self._printed())
-                self._death = Death(self.pid, self._cause(), time.time(), line)
+                self._death = Death(
+                    self.pid,
+                    self._cause(),
+                    time.time(),
+                    line,
+                    unsent=unsent_output(self._unsent_file),
+                )
             return self._death
 
     def _cause(self) -> str:

@@ -409,6 +409,9 @@ class CellExecution:
             self.stop_policy.fail(time.monotonic())
 
     def _died(self, rank: int) -> Outcome:
+        death = self._cluster.death(rank)
+        for name, text in death.unsent.items():
+            self._output.add_message(rank, "stream", {"name": name, "text": text})
         if rank in self.stop_policy.killed:
             return Outcome(
                 rank=rank,
@@ -416,7 +419,6 @@ class CellExecution:
                 evalue="did not stop and was restarted: its variables are gone",
                 group_in_place=False,
             )
-        death = self._cluster.death(rank)
         where = ""
         if death.line is not None:
             code = self._other_codes.get(rank, self._code)

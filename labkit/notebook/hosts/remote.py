@@ -160,13 +160,12 @@ class RemoteHost:
         self._asked_at = now
         if self.is_lost and any(each.is_alive for each in self._engines.values()):
             gone = self._program.why_gone() if self._program.has_ended else ""
-            remedy = {"remedy": ANOTHER_LAB} if gone else {}
-            self.give_up(gone or self.death(), **remedy)
+            self.give_up(gone or self.death(), ANOTHER_LAB if gone else Death.remedy)
 
-    def give_up(self, cause: str, **remedy: str) -> None:
+    def give_up(self, cause: str, remedy: str = Death.remedy) -> None:
         """Count its engines as dead."""
         for engine in list(self._engines.values()):
-            engine.set_ended(cause, **remedy)
+            engine.set_ended(cause, remedy)
 
     def _take(self, deaths: dict[str, Any]) -> None:
         self._silent_s = 0.0
@@ -219,9 +218,9 @@ class RemoteEngine:
             self._death = death
         self._has_ended.set()
 
-    def set_ended(self, cause: str, **remedy: str) -> None:
+    def set_ended(self, cause: str, remedy: str = Death.remedy) -> None:
         """Note that it has ended, as far as is known, and what to do about it."""
-        self.set_death(Death(self.pid, cause, time.time(), None, **remedy))
+        self.set_death(Death(self.pid, cause, time.time(), None, remedy))
 
     def send(self, signum: int) -> None:
         """Send it a signal, if it is there still."""

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit.unsent import shared_pages
+
 _IS_LINUX = sys.platform == "linux"
 _PIECE = 2**16
 _MOST_PIECES = 16
@@ -55,6 +57,8 @@ class Engine:
         mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         given = sys.modules["labkit.rank.terminal.native_output"].from_server
         given.log, given.pipes = os.open(self.log_file, mode, 0o600), self.pipes
+        with contextlib.suppress(OSError):  # the disk is full, say
+            given.unsent = shared_pages(self.log_file.with_suffix(".unsent"))
 
     def keep_last_words(self) -> None:
         """Add to the log what is left in the pipes: what it has not read itself."""

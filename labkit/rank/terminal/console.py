@@ -8,15 +8,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 from labkit import timeouts
+from labkit.compat.ipython import Taking
 from labkit.compat.ipython import captured
 from labkit.compat.ipython import display_pages
 from labkit.compat.ipython import leave_to_threads
+from labkit.compat.ipython import wrap_taking
 from labkit.rank.terminal.native_output import NativeOutput
+from labkit.rank.terminal.native_output import from_server
 from labkit.rank.terminal.native_output import send_lines_at_once
 from labkit.records import KEY
+from labkit.unsent import Tail
 
 MAX_TURNS = 50
 """In a second, from stdout to stderr or back: for these the order is kept."""
@@ -56,6 +61,8 @@ class Console:
         for stream in self._streams.values():
             # A closed one could never be opened again.
             setattr(stream, "close", lambda: None)  # noqa: B010
+            if from_server.unsent is not None:
+                keep_unsent(stream, Tail(from_server.unsent, stream.name))
             self._send.append(flush_what_was_written(stream))
             pace.slow(stream)
         keep_order(*self._streams.values())
@@ -140,6 +147,34 @@ class Console:
         self._wait_for_native_output()
         for send in self._send:
             send()
+
+
+def keep_unsent(stream: Any, tail: Tail) -> None:
+    """Have `tail` know what is written to `stream`, and what of it is sent."""
+    write, process = stream.write, os.getpid()
+    lock = threading.RLock()  # a signal's handler may print while it is held
+
+    def write_and_keep(text: str) -> Any:
+        if os.getpid() != process:  # a fork has kept this, as a bar's `file.write`
+            return write(text)
+        with lock:
+            done = write(text)
+            tail.add(text)
+        return done
+
+    def wrap(take: Taking) -> Taking:
+        def take_and_note() -> Iterator[tuple[dict[str, Any], str]]:
+            with lock:
+                held, num_written = [*take()], tail.num_written
+            yield from held
+            # As it goes on after the last, that is on its way.
+            with lock:
+                tail.note_sent(num_written)
+
+        return take_and_note
+
+    stream.write = write_and_keep
+    wrap_taking(stream, wrap)
 
 
 class Pace:

@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import ctypes
 import io
+import mmap
 import os
 import select
 import sys
@@ -28,6 +29,8 @@ class FromServer:
     """To use: what is left in them when this process ends, that one reads."""
     log: int | None = None
     """A file for native output alone."""
+    unsent: mmap.mmap | None = None
+    """Of the file for what was printed and not sent: see `labkit.unsent`."""
 
 
 from_server = FromServer()
