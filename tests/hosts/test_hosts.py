@@ -115,13 +115,17 @@ def test_a_rank_that_fails_on_one_host_frees_those_on_others(lab: Lab) -> None:
     assert lab.pull("kept", "all") == [0, 1, 2, 3]
 
 
-def test_a_rank_that_dies_is_explained_and_brought_back(lab: Lab) -> None:
+def test_a_rank_that_dies_is_explained_and_brought_back(
+    lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
     lab.run("kept = rank")
     with pytest.raises(RankError, match=r"rank 2: .*killed by SIGKILL"):
         lab.run(
-            "import os, signal\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "import os, signal\nprint('step', rank)\n"
+            "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
             "else: dist.barrier()"
         )
+    assert "step 2" in capsys.readouterr().out
     assert lab.restart() == [2]
     lab.run("dist.barrier()\nhas = 'kept' in globals()")
     assert lab.pull("has", "all") == [True, True, False, True]
