@@ -21,11 +21,13 @@ _PART = _COUNTS.size + SIZE
 def shared_pages(path: Path) -> mmap.mmap:
     """A new file's, for every stream. OSError where the disk is full, say."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    zeros = bytes(_PART * len(STREAMS))
     descriptor = os.open(path, flags, 0o600)
     try:
         # Not sparse: a write to a page for which there is no block ends the process.
-        os.write(descriptor, bytes(_PART * len(STREAMS)))
-        return mmap.mmap(descriptor, _PART * len(STREAMS))
+        if os.write(descriptor, zeros) < len(zeros):
+            raise OSError("the disk is full")
+        return mmap.mmap(descriptor, len(zeros))
     finally:
         os.close(descriptor)
 

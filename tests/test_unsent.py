@@ -1,5 +1,6 @@
 """What was printed last by a process that then died."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def test_a_line_says_how_much_is_lost(tmp_path: Path) -> None:
     first, *lines = found.splitlines()
     assert first == f"(labkit: {7 * SIZE:,} bytes before this are lost)"
     assert lines == [f"{number:07}" for number in range(SIZE - SIZE // 8, SIZE)]
+
+
+def test_a_disk_that_is_nearly_full_is_an_error(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, limits[1]))
+    try:
+        with pytest.raises(OSError, match="full"):
+            shared_pages(tmp_path / "unsent")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_file_that_is_missing_or_was_cut_off_has_none(tmp_path: Path) -> None:
