@@ -50,7 +50,7 @@ KEEPING = {"append", "appendleft", "extend", "enqueue", "push"} | {
 EMPTYING = {"clear", "zero_"}
 """Methods after which it has nothing of the rounds before."""
 
-EXCHANGES = ("all_reduce", "all_gather", "reduction=", ".share", "num_samples")
+EXCHANGES = ("all_reduce", "all_gather", ".share", "num_samples")
 """Words of a loop that knows that its batch is a part."""
 
 MARK = "# labkit: of an earlier cell, "
@@ -110,8 +110,8 @@ def extra_work(code: str) -> str | None:
     """The first line of a loop over batches that does more than compute a loss and
     take a step, as "line 12: ema.update_parameters(model)"; None if there is none."""
     tree = tree_of(code)
-    loaders = {name for node in ast.walk(tree) for name in loader_names(node)}
-    models = {name for node in ast.walk(tree) for name in prepared_names(node, 0)}
+    loaders = prepared_names(tree, -1)
+    models = prepared_names(tree, 0)
     evaluating = {
         id(inner)
         for node in ast.walk(tree)
@@ -131,8 +131,7 @@ def extra_work(code: str) -> str | None:
             is_counted = is_cut or not (goes_over or is_trained_in)
             found = node if is_counted else next(unusual(node.body, models), None)
             if found is not None:
-                first = ast.unparse(found).splitlines()[0]
-                return f"line {found.lineno}: {first}"
+                return line_of(found)
     return None
 
 
@@ -147,21 +146,27 @@ def evaluates(node: ast.AST) -> bool:
     return any(word in ast.unparse(each) for each in heads for word in words)
 
 
-def loader_names(node: ast.AST) -> Iterator[str]:
-    """The variable for the loader in `model, optimizer, loader = prepare(...)`."""
-    yield from prepared_names(node, -1)
+def line_of(node: ast.stmt | ast.expr) -> str:
+    """The first line of it, with its number, as "line 12: queue.append(keys)"."""
+    return f"line {node.lineno}: {ast.unparse(node).splitlines()[0]}"
 
 
-def prepared_names(node: ast.AST, place: int) -> Iterator[str]:
-    """The variable at this place in `model, optimizer, loader = prepare(...)`."""
-    if (
-        isinstance(node, ast.Assign)
+def name_of(function: ast.expr) -> str:
+    """The last name of what is called; "" where it has none."""
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def prepared_names(tree: ast.AST, place: int) -> set[str]:
+    """The variables at this place in `model, optimizer, loader = prepare(...)`."""
+    return {
+        name.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
         and getattr(node.value.func, "id", "") == "prepare"
         and isinstance(node.targets[0], ast.Tuple)
         and isinstance(name := node.targets[0].elts[place], ast.Name)
-    ):
-        yield name.id
+    }
 
 
 def takes_batches(loop: ast.For | ast.While, loaders: set[str]) -> bool:
@@ -229,8 +234,7 @@ def unusual(body: list[ast.stmt], models: set[str]) -> Iterator[ast.stmt]:
         ):
             yield from unusual(statement.body, models)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            function = statement.value.func
-            name = getattr(function, "attr", getattr(function, "id", ""))
+            name = name_of(statement.value.func)
             is_by_batch = name == "step" and any(
                 not isinstance(each, ast.Name | ast.Lambda)  # no closure
                 for each in statement.value.args
@@ -268,15 +272,15 @@ def use_of_batch_size(code: str) -> str | None:
     of a scheduler's step, and a condition on which it ends or skips a batch.
     """
     tree = tree_of(code)
-    if has_exchanges(code, EXCHANGES):
+    if has_exchanges(code, [*EXCHANGES, "reduction="]):
         return None
-    loaders = {name for node in ast.walk(tree) for name in loader_names(node)}
+    loaders = prepared_names(tree, -1)
     for loop in ast.walk(tree):
         if not (isinstance(loop, ast.For) and names_in(loop.iter, loaders)):
             continue
         found = _Sizes(loop).first_use() if ".backward(" in ast.unparse(loop) else None
         if found is not None:
-            return f"line {found.lineno}: {ast.unparse(found).splitlines()[0]}"
+            return line_of(found)
     return None
 
 
@@ -310,7 +314,7 @@ def sum_over_all(code: str) -> str | None:
                 means |= both[0] | both[1]
     for node, call in found:
         if not of[id(call)] & means:
-            return f"line {node.lineno}: {ast.unparse(node).splitlines()[0]}"
+            return line_of(node)
     return None
 
 
@@ -322,8 +326,7 @@ def _reductions(tree: ast.AST) -> Iterator[tuple[ast.stmt, ast.Call]]:
             continue
         for each in ast.walk(node):
             if isinstance(each, ast.Call) and each.args:
-                function = each.func
-                name = getattr(function, "attr", getattr(function, "id", ""))
+                name = name_of(each.func)
                 if name == "all_reduce" or name.startswith("all_gather"):
                     yield node, each
 
@@ -369,12 +372,12 @@ def update_by_batch_size(code: str) -> str | None:
     of its batch, as "line 12: updater(x.shape[0])", and is no meter; None if there is
     none, or if the cell exchanges anything between ranks."""
     tree = tree_of(code)
-    if has_exchanges(code, [word for word in EXCHANGES if word != "reduction="]):
+    if has_exchanges(code, EXCHANGES):
         return None
     for loop in ast.walk(tree):
         if isinstance(loop, ast.For) and ".backward(" in ast.unparse(loop):
             for found in _Sizes(loop).calls():
-                return f"line {found.lineno}: {ast.unparse(found).splitlines()[0]}"
+                return line_of(found)
     return None
 
 
@@ -387,22 +390,17 @@ def kept_of_samples(code: str) -> str | None:
     recurrent model, which each sample has for itself.
     """
     tree = tree_of(code)
-    if has_exchanges(code, [word for word in EXCHANGES if word != "reduction="]):
+    if has_exchanges(code, EXCHANGES):
         return None
-    loaders = {name for node in ast.walk(tree) for name in loader_names(node)}
-    given = {
-        name
-        for node in ast.walk(tree)
-        for at in (0, 1)
-        for name in prepared_names(node, at)
-    }
+    loaders = prepared_names(tree, -1)
+    given = prepared_names(tree, 0) | prepared_names(tree, 1)
     for loop in ast.walk(tree):
         if not isinstance(loop, ast.For) or not has_backward(loop.body):
             continue
         if names_in(loop.iter, loaders) or trains_on_each(loop):
             found = _Kept(loop, given | loaders).first()
             if found is not None:
-                return f"line {found.lineno}: {ast.unparse(found).splitlines()[0]}"
+                return line_of(found)
     return None
 
 
@@ -410,11 +408,7 @@ class _Kept:
     """What a loop over batches keeps of them for its next rounds."""
 
     def __init__(self, loop: ast.For, not_kept: set[str]) -> None:
-        batch = {*named_in(loop.target)}
-        if "enumerate(" in ast.unparse(loop.iter) and isinstance(
-            loop.target, ast.Tuple
-        ):
-            batch -= {getattr(loop.target.elts[0], "id", "")}
+        batch = {*named_in(loop.target)} - number_in(loop)
         self._nodes = [node for part in loop.body for node in ast.walk(part)]
         losses = {
             name
@@ -496,6 +490,13 @@ class _Kept:
         return len(names & kept) == 1 and bool(others & self._of_batch)
 
 
+def number_in(loop: ast.For) -> set[str]:
+    """The name that `enumerate` gives the number of a batch, if the loop has it."""
+    if "enumerate(" in ast.unparse(loop.iter) and isinstance(loop.target, ast.Tuple):
+        return {getattr(loop.target.elts[0], "id", "")}
+    return set()
+
+
 def emptied_by(node: ast.Call | ast.Delete) -> set[str]:
     """The names that have nothing in them any more, as by `losses.clear()`."""
     found: list[ast.expr] = []
@@ -550,11 +551,7 @@ class _Sizes:
     def __init__(self, loop: ast.For) -> None:
         self._batches = {
             node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)
-        }
-        if "enumerate(" in ast.unparse(loop.iter) and isinstance(
-            loop.target, ast.Tuple
-        ):
-            self._batches -= {getattr(loop.target.elts[0], "id", "")}
+        } - number_in(loop)
         self._sizes: set[str] = set()
         """Names of numbers that are computed from sizes alone, and constants."""
         self._nodes = [node for part in loop.body for node in ast.walk(part)]
@@ -617,7 +614,7 @@ class _Sizes:
             return is_first and is_shape and self._is_of_batch(of.value)  # type: ignore[attr-defined]
         if not isinstance(node, ast.Call):
             return False
-        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        name = name_of(node.func)
         if name in ("len", "min", "max", "int", "float", "tensor"):
             return any(
                 self._is_size(each) or (name == "len" and self._is_of_batch(each))
@@ -661,9 +658,7 @@ class _Sizes:
         for node in self._nodes:
             if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
                 continue
-            function = node.value.func
-            name = getattr(function, "attr", getattr(function, "id", ""))
-            of = ast.unparse(function)
+            name, of = name_of(node.value.func), ast.unparse(node.value.func)
             is_meter = name in METERS or bool(NO_SCHEDULER.search(of))
             if not is_meter and any(map(self._is_size, node.value.args)):
                 yield node

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from labkit.rank.loop.loop_body import name_of
 from labkit.rank.loop.loop_body import new_tree_of
 from labkit.rank.loop.loop_body import tree_of
 
@@ -196,8 +197,7 @@ class GroupUse:
         """Whether the parameter of this name is changed, or computed with."""
         around: Any = self._parents[id(node)]
         if isinstance(around, ast.Call) and node is not around.func:
-            name = getattr(around.func, "attr", getattr(around.func, "id", ""))
-            return name not in {*ASKING, *CLIPPING}
+            return name_of(around.func) not in {*ASKING, *CLIPPING}
         if isinstance(around, ast.BinOp | ast.AugAssign):
             return True
         if not isinstance(around, ast.Attribute):
@@ -241,7 +241,7 @@ class GroupUse:
         if isinstance(node, ast.Name):
             return node.id in self._lists
         if isinstance(node, ast.Call):  # list(...), filter(..., ...)
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            name = name_of(node.func)
             if name in ("chain", "from_iterable", "sum"):
                 return any(map(self._is_of_lists, node.args))
             is_same = name in ("list", "tuple", "filter", "set") and node.args
@@ -364,11 +364,10 @@ def is_groups(node: ast.expr, *, is_one: bool = False) -> bool:
 def reads(node: ast.Attribute | ast.Call, parents: dict[int, ast.AST]) -> bool:
     """Whether it computes with a gradient."""
     if isinstance(node, ast.Call):
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-        return name in CLIPPING
+        return name_of(node.func) in CLIPPING
     if node.attr != "grad" or not isinstance(node.ctx, ast.Load):
         return False
-    owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+    owner = name_of(node.value)
     around = parents[id(node)]
     while isinstance(around, ast.Attribute) and around.attr == "data":
         around = parents[id(around)]

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from labkit.rank.loop.loop_body import line_of
+from labkit.rank.loop.loop_body import name_of
 from labkit.rank.loop.loop_body import tree_of
 
 RANK_NAMES = {"rank", "local_rank", "global_rank", "RANK", "LOCAL_RANK", "is_main"}
@@ -54,8 +56,7 @@ def lonely_use(
             if cell.is_never_called(part):
                 continue
             if cell.uses(part) and not cell.is_before_prepare(part):
-                first = ast.unparse(part).splitlines()[0]
-                return f"line {part.lineno}: {first}"
+                return line_of(part)
     return None
 
 
@@ -430,9 +431,3 @@ def prepared_ones(node: ast.AST, place: int) -> Iterator[ast.expr]:
         and isinstance(node.targets[0], ast.Tuple)
     ):
         yield node.targets[0].elts[place]
-
-
-def name_of(function: ast.expr) -> str:
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""
