@@ -45,6 +45,9 @@ class Owner(Protocol):
     def drop_gradient(self, parameter: nn.Parameter) -> None:
         """The loop has taken this gradient away, and left others."""
 
+    def drop_gradients(self) -> None:
+        """It has taken all of them away: there is nothing to step with."""
+
     def note_zeroed(self) -> None:
         """The loop has taken a gradient away by hand."""
 
@@ -115,26 +118,24 @@ class CellGradients:
         """The gradients that the cell has, or has put in place, since the last step."""
         return [value for _, value in self._given.values() if value is not None]
 
-    def hand_back(self) -> bool:
+    def hand_back(self) -> None:
         """Put what the cell has seen, and may have changed, where the strategy steps
         from. Collective. (A tensor's version does not show it: some in-place operators
         under a dispatch mode leave it as it is.)
-
-        False where it has taken all of them away, and there is nothing to step with.
         """
         if not self._given:
-            return True
+            return
         given, self._given = [*self._given.values()], {}
         taken = {id(parameter) for parameter, value in given if value is None}
         if all(id(p) in taken for p in self._parameters if p.requires_grad):
-            return False
+            self.owner.drop_gradients()
+            return
         with self:
             for parameter, value in given:
                 if value is None:
                     self.owner.drop_gradient(parameter)
                 else:
                     self.owner.set_gradient(parameter, value)
-        return True
 
     def forget(self) -> None:
         """They are zeroed, or stepped with."""

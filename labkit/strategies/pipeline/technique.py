@@ -76,6 +76,7 @@ from labkit.strategies.relay.elsewhere import plain
 from labkit.strategies.relay.flags import flags_of
 from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.parameters import is_absent
+from labkit.strategies.relay.relay import FAILURES
 from labkit.strategies.relay.relay import Relay
 from labkit.strategies.relay.stages import CUTS
 from labkit.strategies.relay.stages import Stages
@@ -368,7 +369,7 @@ class Pipeline(Prepared):
                     outputs, out_spec = self._run_chunks(function, given, spec)
             except UnsupportedLoopError:
                 raise
-            except (IndexError, RuntimeError, ValueError):  # they are no batch's parts
+            except FAILURES:  # they are no batch's parts
                 differs = True
             else:
                 differs = (
@@ -532,8 +533,7 @@ class Pipeline(Prepared):
             return
         if self._num_checked < NUM_CHECKED and roots:
             check_roots(roots, self._pp)
-        if not self._gradients.hand_back():
-            self.drop_gradients()
+        self._gradients.hand_back()
         if self._are_summed:
             self._are_summed = False
             self._summed = [p.grad for p in self._placement.shared]
@@ -578,13 +578,11 @@ class Pipeline(Prepared):
                 parameter.grad /= self.peers.size
 
     def unscale(self, take: Unscale) -> Overflows:
-        if not self._gradients.hand_back():  # what the loop has made of them counts
-            self.drop_gradients()
+        self._gradients.hand_back()  # what the loop has made of them counts
         return super().unscale(take)
 
     def step(self, closure: Closure | None = None) -> Norm | None:
-        if not self._gradients.hand_back():
-            self.drop_gradients()
+        self._gradients.hand_back()
         self.note_step()
         norm = super().step(closure)
         self._gradients.forget()

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from labkit.checks import UnsupportedLoopError
+from labkit.checks import several
 from labkit.compat.deepspeed import call_before_reduction
 from labkit.compat.deepspeed import compare_within
 from labkit.compat.deepspeed import forget_backward
@@ -238,9 +239,8 @@ class ZeRO(Prepared):
             self._has_dropped = False
             self.note(DROPPED)
         self._check_trained(only_new=True)
-        if not self._gradients.hand_back():
-            self.drop_gradients()
-        elif self._is_reduced:
+        self._gradients.hand_back()
+        if self._is_reduced:
             self._carry()
         self._agree_on_used(used)
         self._has_gradients, self._is_clear = True, False
@@ -282,13 +282,13 @@ class ZeRO(Prepared):
     def end_backward(self, *, has_failed: bool) -> None:
         self._gradients.end_pass()
         if has_failed:
-            self._drop_gradients()
+            self._break_off()
             return
         self._anywhere.wait()  # where no gradient has come
         if self._in_order is not None:
             self._in_order.agree()
 
-    def _drop_gradients(self) -> None:
+    def _break_off(self) -> None:
         """Count those of this step as gone, of which some are averaged over the ranks
         and others not. They are freed when the model is next used: what a rank held as
         it ran out of memory is reported before that."""
@@ -376,7 +376,7 @@ class ZeRO(Prepared):
             with self._gradients:
                 self._reduce_gradients()
         except BaseException:
-            self._drop_gradients()
+            self._break_off()
             raise
         self._is_reduced = True
 
@@ -433,8 +433,7 @@ class ZeRO(Prepared):
         return norm
 
     def _step(self) -> Norm | None:
-        if not self._gradients.hand_back():
-            self.drop_gradients()
+        self._gradients.hand_back()
         if not self._has_gradients:
             return None  # as an optimizer that finds no gradient
         self._reduce()
@@ -514,9 +513,8 @@ class ZeRO(Prepared):
                     unused.append(name)
         if unused and not self._has_noted_unused:
             self._has_noted_unused = True
-            others = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
             self.note(
-                f"{unused[0]}{others} gets no gradient in some steps; {self.name} then "
+                f"{several(unused)} gets no gradient in some steps; {self.name} then "
                 "updates it with a gradient of 0, so weight decay, momentum and the "
                 "count of its steps go on, where one process leaves it unchanged"
             )
