@@ -1,7 +1,6 @@
 """A rank's side of `%dist_push`, `%dist_pull` and `%dist_estimate`."""
 
 import contextlib
-import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from labkit import serialization
@@ -18,6 +16,7 @@ from labkit.compat.torch import tree_map_only
 from labkit.estimate import forecast
 from labkit.rank.engine.rpc import runner
 from labkit.rank.group.recovery import check_groups_of
+from labkit.rank.loop.arguments import is_fully_sharded
 from labkit.strategies.relay.parameters import StagedParameter
 from labkit.strategies.relay.parameters import pipeline_of
 from labkit.strategies.zero.engines import full_state_dict
@@ -95,15 +94,8 @@ def is_sharded(name: str) -> bool:
     value = runner().shell.user_ns[name]
     if isinstance(value, nn.Module):
         check_groups_of(value)
-        # After a forward pass the parameters of FSDP's root are whole.
-        return (
-            is_zero(value)
-            or pipeline_of(value) is not None
-            or any(
-                isinstance(part, FSDPModule | DTensor)
-                for part in itertools.chain(value.modules(), value.parameters())
-            )
-        )
+        is_in_parts = is_zero(value) or is_fully_sharded(value)
+        return is_in_parts or pipeline_of(value) is not None
     return any(isinstance(leaf, DTensor) for leaf in leaves_of(value))
 
 
