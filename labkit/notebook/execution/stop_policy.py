@@ -63,11 +63,12 @@ class StopPolicy:
     def fail(self, now: float) -> None:
         """A rank has failed; the others may wait for it."""
         if self._stop_at is None:
-            self._stop_from(now + timeouts.GRACE_S)
+            self.stop(now + timeouts.GRACE_S)
 
-    def stop(self, now: float) -> None:
-        """Stop the ranks, whatever they do."""
-        self._stop_from(now)
+    def stop(self, when: float) -> None:
+        """Stop the ranks from then on, whatever they do."""
+        if self._stop_at is None or when < self._stop_at:
+            self._stop_at = self._next_look = when
 
     def interrupt(self, now: float) -> None:
         """The user wants the cell to stop; the second time, whatever it costs."""
@@ -113,9 +114,9 @@ class StopPolicy:
         """What to do now to the ranks that still run the cell."""
         if self.should_end(now) and not self._is_ending:
             self._is_ending = True
-            self._stop_from(now + self._patience_s)
+            self.stop(now + self._patience_s)
         if self._kill_at is not None:
-            self._stop_from(now)
+            self.stop(now)
         if self._stop_at is None or now < self._stop_at:
             return Actions()
         at_rest = self.killed.union(self._heard_at)
@@ -143,10 +144,6 @@ class StopPolicy:
     def is_silent(self, rank: int, now: float) -> bool:
         """Whether the rank, done with the cell, will not say any more how it ended."""
         return now - self._heard_at.get(rank, now) > timeouts.OUTCOME_AFTER_S
-
-    def _stop_from(self, when: float) -> None:
-        if self._stop_at is None or when < self._stop_at:
-            self._stop_at = self._next_look = when
 
     def _is_unanswered(self, rank: int, now: float) -> bool:
         return now - self._asked_at[rank] > timeouts.ASK_AGAIN_S
