@@ -24,6 +24,7 @@ import torch
 from marks import in_suites
 from marks import long_but
 from safetensors.torch import save_file
+from test_strategies import OPTIMIZERS
 
 from labkit import Lab
 from labkit import RankError
@@ -50,21 +51,6 @@ data = torch.utils.data.TensorDataset(ids[:, :-1], ids[:, 1:])
 model = GPT(33, context=8, dim=6, num_heads=2, num_layers=2)
 model.blocks[0].up.bias.requires_grad_(False)
 """
-OPTIMIZERS = {
-    "adamw": """torch.optim.AdamW(
-        [
-            {"params": [p for p in model.parameters() if p.dim() > 1]},
-            {
-                "params": [p for p in model.parameters() if p.dim() < 2],
-                "weight_decay": 0.0,
-            },
-        ],
-        lr=0.01,
-        weight_decay=0.1,
-    )""",
-    "sgd": "torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)",
-    "no momentum": "torch.optim.SGD(model.parameters(), lr=0.1)",
-}
 PREPARE = """
 model, optimizer, loader = prepare(model, optimizer, data, batch_size=9, shuffle=False)
 scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)

@@ -18,6 +18,7 @@ import pytest
 from kernels import Kernel
 from kernels import wait_until
 from marks import long_but
+from test_cell_end import assert_group_works
 
 from labkit import Lab
 from labkit import RankError
@@ -87,11 +88,6 @@ def until_noted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return do_and_listen
 
 
-def assert_next_cell_works(lab: Lab) -> None:
-    lab.run("total = torch.ones(1)\ndist.all_reduce(total)\ntotal = total.item()")
-    assert lab.pull("total", "all") == [2.0, 2.0]
-
-
 def test_an_interrupt_whose_handler_is_slow_is_not_lost(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,7 +114,7 @@ def test_an_interrupt_whose_handler_is_slow_is_not_lost(
     monkeypatch.setattr("sys.stdout", listener)
     with pytest.raises(errors.Interrupted):
         lab.run("import time\nprint('here')\ntime.sleep(600)")
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 # ---- the note ----
@@ -168,7 +164,7 @@ def test_a_note_says_where_every_rank_stands(
     text = until_noted(lambda: lab.run(code, hang_after=0.6))
     assert re.search(noted, text), text
     assert lab.pull("kept", "all") == [1, 1]
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 THREADS = {
@@ -198,7 +194,7 @@ def test_a_cell_whose_ranks_wait_for_each_other_ends(lab: Lab, thread: str) -> N
     assert lab.pull("kept", "all") == [1, 1]
     if thread != "none":
         lab.run("full.get();")
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 LEFT = (
@@ -216,7 +212,7 @@ def test_a_cell_that_a_rank_has_left_too_early_ends(lab: Lab) -> None:
     told = r"rank 0: all_reduce #(\d+) of 1 MiB at line 1: .*\n" + LEFT
     assert re.search(told, str(caught.value)), caught.value
     assert lab.pull("kept", "all") == [1, 1]
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 def test_a_cell_on_one_rank_that_waits_for_another_ends(lab: Lab) -> None:
@@ -225,7 +221,7 @@ def test_a_cell_on_one_rank_that_waits_for_another_ends(lab: Lab) -> None:
     told = r"rank 0: all_reduce #(\d+) of 1 MiB at line 1: .*\n" + LEFT
     assert re.search(told, str(caught.value)), caught.value
     assert "%%dist without numbers" in str(caught.value)
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 @pytest.mark.parametrize("strategy", long_but(["ddp", "fsdp"], "fsdp"))
@@ -251,7 +247,7 @@ for step, (x, y) in enumerate(loader):
     ):
         lab.train(strategy, code, live=False, hang_after=2)
     assert lab.runs[-1].state == "failed"
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 def test_a_rank_that_is_late_ends_nothing(lab: Lab) -> None:
@@ -280,7 +276,7 @@ for number, (x, y) in enumerate(loader):
     assert re.search(r"rank 0: all_gather #\d+ of .* at line 8: model\(x\)", text), text
     assert re.search(r"rank 1 has not come to all_gather #\d+\n", text), text
     assert lab.runs[-1].state == "interrupted"
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 @pytest.mark.long
@@ -329,7 +325,7 @@ def test_a_rank_that_cannot_say_where_it_is_is_still_watched(
     text = until_noted(lambda: lab.run(code, hang_after=0.5))
     assert "rank 0: not in a collective, at line 5: try: time.sleep(60)" in text
     assert "rank 1: did not report where it is: rank 1 cannot answer 'stack': " in text
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 # ---- what does not stop ----
@@ -349,7 +345,7 @@ def test_a_rank_that_holds_the_gil_is_restarted(
     assert lab.pull("kept") == 1
     with pytest.raises(NameError, match="rank 1: no variable 'kept'"):
         lab.pull("kept", 1)
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 @pytest.mark.long
@@ -373,7 +369,7 @@ def test_a_second_interrupt_restarts_a_rank_that_continues(
         "rank 1: stopped at line 8: dist.barrier()"
     )
     assert lab.pull("kept", 1) == 1
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 def test_a_key_pressed_twice_restarts_nothing(
@@ -410,7 +406,7 @@ def test_a_rank_that_continued_into_a_collective_is_freed_from_it(
         with pytest.raises(errors.Interrupted, match="every rank keeps its variables"):
             lab.run(code)
     assert lab.pull("kept", "all") == [1, 1]
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 def test_a_rank_that_outlives_the_failure_of_another_is_restarted(
@@ -422,7 +418,7 @@ def test_a_rank_that_outlives_the_failure_of_another_is_restarted(
         lab.run(code)
     assert caught.value.rank == 0
     assert "rank 1: did not stop and was restarted" in str(caught.value)
-    assert_next_cell_works(lab)
+    assert_group_works(lab)
 
 
 # ---- %dist_stack ----

@@ -11,6 +11,7 @@ import pytest
 import torch
 from marks import RELEASE
 from marks import release_but
+from test_pipeline import ask
 from test_strategies import BOTH
 from test_strategies import assert_equals_reference
 from test_strategies import cell
@@ -38,12 +39,6 @@ PLANS = {
 def lab_of_4() -> Iterator[Lab]:
     with Lab(num_ranks=4, group_timeout_s=30) as lab:
         yield lab
-
-
-def ask(lab: Lab, expression: str) -> Any:
-    """Its value on every rank."""
-    lab.run(f"asked = {expression}")
-    return lab.pull("asked", "all")
 
 
 # ---- the same as one process ----

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from marks import long_but
+from test_strategies import global_losses
 from torch import nn
 
 from labkit import Lab
@@ -56,13 +57,6 @@ def reference(batch_size: int, epochs: int, seed: int = 0) -> tuple[nn.Module, l
             optimizer.zero_grad()
             losses.append(loss.item())
     return model, losses
-
-
-def global_losses(run: Any) -> np.ndarray:
-    """The loss of every global batch, from the ranks' losses and samples."""
-    rows = run.history.dropna(subset=["loss"])
-    weighted = (rows["loss"] * rows["samples"]).groupby(rows["step"]).sum()
-    return (weighted / rows["samples"].groupby(rows["step"]).sum()).to_numpy()
 
 
 # 1438 training samples: 64 leaves a last batch of 30, 719 none, 1437 one of a single

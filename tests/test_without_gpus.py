@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from test_cell_end import SHARDED
 
 from labkit import Lab
 from labkit import RankError
@@ -205,18 +206,6 @@ def aborting(lab: Lab) -> Iterator[Lab]:
     lab.run(IN_NCCLS_PLACE)
     yield lab
     lab.run("kind.can_abort = own")
-
-
-SHARDED = """
-net = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-data = [(torch.ones(4), torch.ones(4))] * 8
-model, optimizer, loader = prepare(net, optimizer, data, batch_size=4)
-for x, y in loader:
-    (model(x) - y).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-"""
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "zero1"])

@@ -91,11 +91,7 @@ class Elsewhere(torch.Tensor):
     lost = False
     """As of `Here`."""
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return dispatch(func, args, kwargs or {})
+    __torch_function__ = Here.__torch_function__
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         with DisableTorchFunctionSubclass():
