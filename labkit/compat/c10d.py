@@ -96,15 +96,13 @@ def store_of(group: Group) -> Any:
     return c10d._get_process_group_store(group)
 
 
+@GATE.needs("torch.distributed:ProcessGroup._get_sequence_number_for_group")
 def num_started(group: Group) -> int:
     """How many collectives this rank has started in a group; RuntimeError where it has
     none yet, or is being destroyed."""
     counted: Any = group
     found: int = counted._get_sequence_number_for_group()
     return found
-
-
-GATE.needs("torch.distributed:ProcessGroup._get_sequence_number_for_group")(num_started)
 
 
 def rendezvous_of(scheme: str) -> Callable[..., Any]:

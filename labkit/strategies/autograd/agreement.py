@@ -103,7 +103,6 @@ def begin_agree(
 class Event(enum.IntEnum):
     """What a loop does with a model, as ranks compare it."""
 
-    NONE = 0
     BATCH = 1
     FORWARD = 2
     BACKWARD = 3

@@ -243,8 +243,7 @@ class Pipeline(Prepared):
         assert self.mesh is not None
         for _, tensors in parts(self.module, self._stages.modules):
             for tensor in tensors:
-                is_absent = isinstance(tensor, nn.Parameter) and id(tensor) not in own
-                if is_absent:
+                if isinstance(tensor, nn.Parameter) and id(tensor) not in own:
                     leave(tensor, self.device)
                     continue
                 move(tensor, self.device)
@@ -731,7 +730,7 @@ class Pipeline(Prepared):
         return {
             name
             for name, parameter in self.module.named_parameters()
-            if getattr(parameter, "is_absent", False)
+            if is_absent(parameter)
         }
 
     def checkpoint(

@@ -44,16 +44,6 @@ class Stages:
         modules = [found.get(name, module) for name, module in own]
         return replace(self, modules=modules)
 
-    def described(self) -> list[str]:
-        """By stage, its first and its last module."""
-        found = []
-        for stage in range(self.num_stages):
-            names = [
-                n for n, s in zip(self.names, self.stage_of, strict=True) if s == stage
-            ]
-            found.append(names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}")
-        return found
-
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """The modules between which a model can be cut, by name, in the order in which they

@@ -86,8 +86,6 @@ OF_EXPERTS = "moe_tp_experts"
 """What a `tp_plan` of transformers says of a layer that has a parameter for the same
 matrix of all experts, and the plan names each of these."""
 
-COLUMNS = frozenset({"colwise", "colwise_rep", "colwise_gather_output", "colwise_loss"})
-
 ELEMENTWISE = (
     *(nn.Identity, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU),
     *(nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Hardtanh),
