@@ -165,7 +165,6 @@ class PreparedOptimizer(torch.optim.Optimizer):
         of its own has `--accumulate` backward passes a step."""
         if is_last is None:
             is_last = self._progress.num_held >= self.prepared.options.accumulate - 1
-        self._progress.is_last = is_last
         self.prepared.begin_microbatch(is_last=is_last)
 
     # ---- around every backward pass, of this or another model ----
@@ -179,7 +178,7 @@ class PreparedOptimizer(torch.optim.Optimizer):
 
     def end_backward(self, *, has_failed: bool) -> None:
         self._progress.has_passed = True
-        if self._progress.is_last:
+        if self.prepared.is_last:
             if not has_failed:  # or ranks would wait for one that has an error to raise
                 self.prepared.unscale_gradients()
             return
@@ -215,10 +214,10 @@ class PreparedOptimizer(torch.optim.Optimizer):
         self.prepared.course.step()
         self._check_gradients()
         self.prepared.is_reached = False
-        progress = self._progress
+        progress, is_last = self._progress, self.prepared.is_last
         progress.has_passed = progress.is_fresh = False
-        self.forward_state.look(num_ranks=self.num_ranks, is_last=progress.is_last)
-        progress.is_held_back = not progress.is_last
+        self.forward_state.look(num_ranks=self.num_ranks, is_last=is_last)
+        progress.is_held_back = not is_last
         if progress.is_held_back:
             progress.num_held += 1
         else:
@@ -482,10 +481,8 @@ class StepProgress:
     """How far the loop is with a step; each step sets this, so it is no attribute of
     the optimizer itself, which asks whose an attribute is."""
 
-    is_last: bool = True
-    """Whether the next backward pass is of the step's last microbatch."""
     num_held: int = 0
-    """Calls of `step()` that wait for it."""
+    """Calls of `step()` that wait for the step's last microbatch."""
     is_held_back: bool = False
     """Whether the last one does."""
     has_passed: bool = False
