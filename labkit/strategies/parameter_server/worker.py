@@ -7,6 +7,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from typing import NoReturn
 
@@ -104,15 +105,13 @@ class Worker(Prepared):
         self._state_bytes = 0.0
         self._gradients: dict[int, tuple[torch.Tensor, int]] = {}
         """As the backward pass left them, with how often each was changed."""
-        self._is_over = False
-        """Whether the run has ended, and there are no servers."""
         self._staleness = 0
         """Steps that the servers took between this worker's last pull and the step
         with its gradients."""
         if not self._is_alone:
             separate_buffers(self.module)
         follow(self)
-        self._undo.append(self._part)
+        self._undo.append(partial(unfollow, self))
         self.autocast()
         self._offer()
 
@@ -238,7 +237,7 @@ class Worker(Prepared):
                 )
 
     def check_layout(self) -> None:
-        if self._is_over:
+        if self.is_over:
             raise UnsupportedLoopError(OVER)
 
     def step(self, closure: Closure | None = None) -> Norm | None:
@@ -339,7 +338,7 @@ class Worker(Prepared):
 
     def _check_state(self) -> None:
         """What the loop has put in the place of the state goes to the servers."""
-        if self.optimizer.state is not self._remote and not self._is_over:
+        if self.optimizer.state is not self._remote and not self.is_over:
             state = dict(self.optimizer.state)
             self.optimizer.state = self._remote  # type: ignore[assignment]
             self._send_state(state)
@@ -426,7 +425,7 @@ class Worker(Prepared):
     @contextlib.contextmanager
     def _with_state(self, *, is_wanted: bool) -> Iterator[None]:
         """Within it the optimizer has its state, on ranks that want it. Collective."""
-        if self._is_over:
+        if self.is_over:
             yield
             return
         state = self._own_state(self._fetch(with_state=is_wanted))
@@ -463,7 +462,7 @@ class Worker(Prepared):
         *,
         with_optimizer: bool = True,
     ) -> Restore:
-        if not with_optimizer or self._is_over:
+        if not with_optimizer or self.is_over:
             return super().restoring(source, values, with_optimizer=with_optimizer)
         self.optimizer.state = defaultdict(dict)
         try:
@@ -511,14 +510,6 @@ class Worker(Prepared):
         with contextlib.suppress(UnsupportedLoopError):  # of a state of its own kind
             found = self._fetch(with_state=True)
             self.optimizer.state = self._own_state(found)
-
-    def _part(self) -> None:
-        """The run has ended."""
-        unfollow(self)
-        self._is_over = True
-
-    def release(self) -> None:
-        unfollow(self)
 
 
 class Remote(dict[Any, Any]):
