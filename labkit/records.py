@@ -399,7 +399,7 @@ class Measurement:
     step: int = 0
     """Which one of the run."""
     moments: Moments = field(default_factory=Moments)
-    """None where operators were not seen, as those of compiled code."""
+    """Without any where operators were not seen, as those of compiled code."""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class ZeRO3(ZeRO):
     """Parameters are gathered for a layer's forward and backward pass."""
 
     refuses_writes = True
+    _has_said_so = False
     accumulators = plainly(ZeRO.accumulators)
     _check_trained = plainly(ZeRO._check_trained)
 
@@ -142,8 +143,7 @@ class ZeRO3(ZeRO):
         )
         for module in self.module.modules():
             vars(module)["__deepcopy__"] = partial(plain_copy, module)
-            if "pre_bwd_fn" in vars(module):  # not within one that is gathered whole
-                self._undo += watch_inputs(module)
+            self._undo += watch_inputs(module)
         coordinator = offload.get_param_coordinator()
         coordinator.reset_step = partial(in_words, coordinator.reset_step)
         follow_external(self.module.modules(), coordinator)
@@ -197,8 +197,6 @@ class ZeRO3(ZeRO):
                 "rank, which costs memory",
                 file=sys.stderr,
             )
-
-    _has_said_so = False
 
     @plainly
     def _whole_parameters(self) -> list[torch.Tensor]:
