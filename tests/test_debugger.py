@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,7 +140,9 @@ def test_the_cell_can_be_ended_at_a_breakpoint(
 @pytest.mark.parametrize("line", ["EOF", "quit()", "p 1;; q"])
 def test_other_words_for_q_end_the_cell_too(kernel: Kernel, line: str) -> None:
     reply, _, _ = typing(kernel, BREAKS, line)
-    assert "stopped at line 5" in reply.error["evalue"]
+    # Python 3.13 and newer stop in the line of the call, and not at the next one.
+    line_of_stop = 4 if sys.version_info >= (3, 13) else 5
+    assert f"stopped at line {line_of_stop}" in reply.error["evalue"]
     assert "BdbQuit" not in reply.error["evalue"]
     assert_all_is_well(kernel)
 
@@ -187,7 +190,8 @@ def test_a_console_leads_back_and_a_cell_does_not_start_over(kernel: Kernel) -> 
     cell = f"{BREAKS}# without the breakpoints of other tests"
     reply, _, said = typing(kernel, cell, *lines)
     assert reply.status == "ok"
-    assert reply.stderr.count("ZeroDivisionError") == 1
+    # Since Python 3.13 a console within pdb writes its errors to stdout.
+    assert (reply.stderr + said).count("ZeroDivisionError") == 1
     assert said.count("a cell cannot start over here") == 2
     assert "[rank 0] 3.0\n[rank 1] 5.0\n" in said
     assert_all_is_well(kernel)
