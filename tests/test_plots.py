@@ -669,6 +669,16 @@ def test_a_picture_is_told_in_words() -> None:
     )
 
 
+def test_powers_of_ten_are_no_words_of_a_picture() -> None:
+    figure = RunFigure()
+    axes = figure.add_subplot()
+    axes.set_xscale("log")
+    axes.set_xlim(1e-3, 10)
+    axes.set_yticks([0, 1], ["ddp", "fsdp"])
+    _, metadata = figure._repr_mimebundle_()
+    assert metadata["image/png"]["alt"] == "ddp, fsdp"
+
+
 def test_a_notebook_shows_a_runs_plot_as_that_png() -> None:
     collector = Collector([0])
     add(collector, 0, [3.0, 2.0])

@@ -292,7 +292,7 @@ def picture(figures: dict[str, Any]) -> Figure:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(
-        "seconds (log scale), less is better; each failure was tried once",
+        "time (log scale), less is better; each failure was tried once",
         fontsize=MEDIUM,
         color=INK,
     )

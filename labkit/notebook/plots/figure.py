@@ -69,7 +69,8 @@ def words_of(figure: Figure) -> str:
             parts += [text.get_text() for text in axes.texts]
             continue
         ticks = [*axes.get_xticklabels(), *axes.get_yticklabels()]
-        names = [tick.get_text() for tick in ticks]
+        # Not of powers of ten on a logarithmic axis, which are written as math.
+        names = [re.sub(r"\$.*?\$", "", tick.get_text()) for tick in ticks]
         parts.append(", ".join(each for each in names if re.search("[a-z]{2}", each)))
         if (legend := axes.get_legend()) is not None:
             legends.append(legend)
