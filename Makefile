@@ -31,7 +31,7 @@ help:
 	@echo "make test-hosts                            three hosts, as network namespaces"
 	@echo "make test-gpu                              tests that need a GPU; one is enough"
 	@echo "make test-release                          the rest, before a release"
-	@echo "make test-third-party                      Trainer, Accelerate, Lightning, peft"
+	@echo "make test-third-party                      Trainer, Accelerate, Lightning, PEFT"
 	@echo "make test-oldest                           tests with the lowest versions"
 	@echo "make lock                                  write .venv to constraints.txt"
 	@echo "make docs                                  the site, in docs/_build/html"
