@@ -11,8 +11,10 @@ import pytest
 from kernels import Kernel
 from kernels import running_kernel
 
+from labkit.magics.lab_magics import OF_EVERY_TRIAL
 from labkit.magics.lab_magics import LabMagics
 from labkit.notebook.execution.errors import Interrupted
+from labkit.notebook.tuning.options import check_run_options
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -157,6 +159,10 @@ def test_every_magic_and_option_has_help() -> None:
         assert all(action.help for action in magic.parser._actions), name
         cut = [line for line in magic.__doc__.splitlines() if line.endswith("-")]
         assert cut == [], "an option is cut in two: it cannot be copied"
+
+
+def test_tune_has_no_option_that_a_study_refuses() -> None:
+    check_run_options(dict.fromkeys(OF_EVERY_TRIAL))
 
 
 def test_help_is_shown_and_nothing_runs(kernel: Kernel) -> None:

@@ -35,6 +35,7 @@ from labkit.notebook.execution.options import OF_SCRIPT_RUNS
 from labkit.notebook.execution.options import RunOptions
 from labkit.notebook.export.script import STYLES
 from labkit.notebook.keeper.kept_labs import waiting_labs
+from labkit.notebook.tuning.options import NOT_OF_TRIALS
 from labkit.notebook.tuning.options import TuneOptions
 from labkit.rank_spec import format_ranks
 from labkit.records import COMPONENTS
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from labkit.notebook.runs.run import Run
 
 OF_EVERY_TRIAL = (
-    *(each.name for each in fields(TrainOptions)),
+    *(each.name for each in fields(TrainOptions) if each.name not in NOT_OF_TRIALS),
     *("checkpoint", "every", "keep", "timeout", "hang_after"),
 )
 """The options of a training run that a study takes for its trials."""
