@@ -284,8 +284,8 @@ def check_pushed_name(name: str) -> None:
         )
     if name in RANK_NAMES or (name.startswith("__") and name.endswith("__")):
         raise ValueError(
-            f"{name} is every rank's own; push it under another name, for example "
-            f"my_{name}"
+            f"every rank has a {name} of its own; push yours under another name, for "
+            f"example my_{name}"
         )
 
 

@@ -28,7 +28,7 @@ def read_json(path: Path, *, most: int = MAX_JSON_BYTES) -> Any:
     """What the file has. OSError or ValueError where that is not there, is no JSON, or
     is larger than `most` bytes."""
     if path.exists() and not path.is_file():  # a pipe would have us wait
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a file")
     with path.open("rb") as file:
         content = file.read(most + 1) if path.stat().st_size <= most else None
     if content is None or len(content) > most:

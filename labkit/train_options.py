@@ -119,8 +119,8 @@ class TrainOptions:
     )
     slow: str | None = option(
         None,
-        "for teaching: this rank sleeps after each backward pass, so that forward and "
-        "backward pass take FACTOR times as long",
+        "for teaching: rank RANK sleeps after each backward pass, so that its forward "
+        "and backward pass take FACTOR times as long",
         check_slow,
         metavar="RANK=FACTOR",
     )

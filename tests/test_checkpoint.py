@@ -325,7 +325,7 @@ else:
         f"save_checkpoint({str(tmp_path)!r}, a=1)": "other files .* example x; choose",
         f"save_checkpoint({__file__!r}, a=1)": "is a file; choose another name",
         f"save_checkpoint({__file__ + '/x'!r}, a=1)": "x was not saved: .*File exists",
-        f"load_checkpoint({str(tmp_path / 'y')!r})": "no checkpoint of labkit",
+        f"load_checkpoint({str(tmp_path / 'y')!r})": "not a checkpoint of labkit",
         f"load_checkpoint({str(folder)!r})": "0 were prepared in this cell",
         f"load_checkpoint({str(folder)!r}, optimizer=1)": "give model= as well",
         f"load_checkpoint({str(folder)!r}, model=1)": "model is int",

@@ -417,7 +417,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "ddp",
         {"average_after": 4},
         "pass",
-        "give that as well",
+        "give both",
     ),
     "both": (
         "ddp",

@@ -473,7 +473,7 @@ def test_what_is_made_on_ranks_is_made_in_main_and_seeded_again() -> None:
     [
         ("print(nothing)", [], "uses nothing, and no cell is known"),
         ("%run train.py --epochs 2", [], "launch that by itself"),
-        ("x = !ls", [], "no Python that a script could have"),
+        ("x = !ls", [], "not Python that a script could have"),
         ("print(y)", [Ran("y = 1", 4, ranks=(0,))], "cell 4, which ran on rank 0"),
         (
             "print(model)",
@@ -496,7 +496,7 @@ def test_a_file_that_cannot_be_is_said_before(lab: Lab, tmp_path: Path) -> None:
     run = lab.train("single", "x = 1", live=False)
     with pytest.raises(ValueError, match="it is a folder"):
         run.export(tmp_path)
-    with pytest.raises(ValueError, match="a script is no notebook"):
+    with pytest.raises(ValueError, match="a script cannot be a notebook"):
         run.export(tmp_path / "train.ipynb")
     file = tmp_path / "train.py"
     file.write_text("mine")

@@ -288,7 +288,7 @@ def test_an_unknown_option_is_answered_with_what_there_is(
         ("dist_pull x --all --rank 0", "--all and --rank: choose one"),
         ("dist_runs --state over", "unknown state 'over'; choose one of: running,"),
         ("dist_runs --strategy dpp", "unknown strategy 'dpp'; choose one of: single"),
-        ("dist_start -n 99999999999999", "ranks, and the .* of this machine hold"),
+        ("dist_start -n 99999999999999", "ranks do not fit into the .* of this"),
         ("dist_start --threads 1000000", "threads is 1000000; .* from 1 to 1,024"),
         ('dist_start --launcher-options "-p x -t 1"', "^--launcher-options -p x -t 1 "),
     ],
@@ -536,16 +536,16 @@ def test_wrong_arguments_of_a_lab_change_nothing(kept: Lab) -> None:
         ("cannot be loaded in another", lambda: lab.push(x=Unmakeable())),
         ("cannot be sent to another process", lambda: lab.push(x=deep)),
         ("x cannot be sent to another process", lambda: lab.push(ok=1, x=lab)),
-        ("rank is every rank's own", lambda: lab.push(rank=5)),
+        ("every rank has a rank of its own", lambda: lab.push(rank=5)),
         ("push got 'x' and no variable; give each by its name", lambda: lab.push("x")),
-        ("__builtins__ is every rank's", lambda: lab.push(__builtins__=5)),
+        ("every rank has a __builtins__ of its own", lambda: lab.push(__builtins__=5)),
         ("'a b' is not a valid", lambda: lab.push(**{"a b": 5})),
         ("'for' is not a valid", lambda: lab.push(**{"for": 5})),
         ("takes a variable's name; found", lambda: lab.pull(["x"])),  # type: ignore[arg-type]
         ("cannot pickle 'sqlite3.Conn", lambda: lab.pull("get_ipython")),
         ("; take values from it in a %%dist cell", lambda: lab.pull("get_ipython")),
         ("full is 'x'; it must", lambda: lab.pull("kept", full="x")),  # type: ignore[arg-type]
-        ("is no run's name", lambda: lab.find_runs([5])),  # type: ignore[list-item]
+        ("is not a run's name", lambda: lab.find_runs([5])),  # type: ignore[list-item]
         ("the input is tuple", lambda: lab.estimate(model, ())),
         ("the input is Tensor", lambda: lab.estimate(model, torch.tensor(1.0))),
         (

@@ -222,7 +222,7 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
 
         def hear(message: dict) -> None:
             said.append(message["content"].get("text", ""))
-            if "the former kernel's cell is running" in "".join(said):
+            if "the previous kernel's cell is running" in "".join(said):
                 mark.unlink(missing_ok=True)
 
         lines = ok(attach(kernel, keeper, hear)).stdout.split("\r")
@@ -242,9 +242,9 @@ def test_a_restarted_kernel_waits_for_the_cell_that_runs(folder: Path) -> None:
         said.clear()
 
         def interrupt(message: dict) -> None:
-            had = "former kernel's cell" in "".join(said)
+            had = "previous kernel's cell" in "".join(said)
             said.append(message["content"].get("text", ""))
-            if not had and "former kernel's cell" in "".join(said):
+            if not had and "previous kernel's cell" in "".join(said):
                 kernel.manager.interrupt_kernel()
 
         ok(attach(kernel, keeper, interrupt))
@@ -317,7 +317,7 @@ def test_a_failure_while_no_kernel_is_there_is_shown_by_the_next(folder: Path) -
 
         def hear(message: dict) -> None:
             text = message["content"].get("text", "")
-            if "the former kernel's cell is running" in text:
+            if "the previous kernel's cell is running" in text:
                 mark.unlink(missing_ok=True)
             if "has failed in it (" in text and "an interrupt ends it" in text:
                 kernel.manager.interrupt_kernel()
@@ -325,7 +325,7 @@ def test_a_failure_while_no_kernel_is_there_is_shown_by_the_next(folder: Path) -
         reply = ok(attach(kernel, keeper, hear))
         said = reply.stderr
         assert f"may wait for a rank that has failed in it ({failure}" in reply.stdout
-        assert f"labkit: the former kernel's cell has failed\n{failure}" in said
+        assert f"labkit: the previous kernel's cell has failed\n{failure}" in said
         assert re.search(r"\nrank 0: stopped at line .*, because rank 1 failed\n", said)
         assert (
             "labkit: rank 1 took 5 optimizer steps, rank 0 took 6, so they no longer "

@@ -418,7 +418,7 @@ def refused(tmp_path: Path, **options: Any) -> str:
 def test_wrong_options_are_refused_and_nothing_is_made(tmp_path: Path) -> None:
     for name, given in {"every": 2, "keep": 2, "resume": True, "elastic": True}.items():
         said = refused(tmp_path, checkpoint=None, **{name: given})
-        assert said.startswith(f"--{name} goes with --checkpoint DIR")
+        assert said.startswith(f"--{name} needs --checkpoint DIR")
     assert "save_checkpoint" in refused(tmp_path, strategy="raw")
     for name, value in itertools.product(("every", "keep"), (0, -1, 1.5, True, "2")):
         assert refused(tmp_path, **{name: value}).startswith(f"{name} is {value!r}; ")

@@ -210,5 +210,5 @@ def test_a_plan_is_what_it_was() -> None:
     plan = planner.create_local_plan()
     there = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
     assert there.items == plan.items
-    with pytest.raises(ValueError, match="is no dtype"):
+    with pytest.raises(ValueError, match="is not a dtype"):
         plan_from_json([["x", "TENSOR", [0], [1], [1], "torch.save"]])

@@ -125,5 +125,5 @@ def dtype_of(name: str) -> torch.dtype:
     """The dtype that torch writes as `name`; ValueError for another word."""
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{name} is not a dtype")
     return found

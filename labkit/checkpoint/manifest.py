@@ -103,7 +103,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, Entry], Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise ValueError(
-            f"{folder} is no checkpoint of labkit: it has no {MANIFEST}; give the "
+            f"{folder} is not a checkpoint of labkit: it has no {MANIFEST}; give the "
             "folder of one, as save_checkpoint or --checkpoint wrote it"
         )
     try:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from labkit.selftest.report import Report
 
 OUTPUT = "labkit-check.md"
-ONLY_HELP = "run these checks alone, for example ddp,timeout; all of them by default"
+ONLY_HELP = "run only these checks, for example ddp,timeout; all of them by default"
 OUTPUT_HELP = (
     "a file for what was found, to paste into an issue; without names of users, hosts "
     "or home folders"
@@ -45,7 +45,7 @@ def check(
     device : str, default auto
         As for `Lab`: with "cpu" GPUs are left alone.
     only : str or sequence of str, optional
-        Run these checks alone, for example "ddp,timeout"; a name that does not exist
+        Run only these checks, for example "ddp,timeout"; a name that does not exist
         gets the list of those that do.
     output : str or path, default labkit-check.md
         A file for what was found, to paste into an issue. It has no names of users,

@@ -64,9 +64,10 @@ def check_memory(num_ranks: int, memory: int) -> None:
     most = max(memory // RANK_BYTES, 1)
     if num_ranks > most:
         raise ValueError(
-            f"{short_repr(num_ranks)} ranks, and the {format_bytes(memory)} of this "
-            f"machine hold {most} at most, of {format_bytes(RANK_BYTES)} each when "
-            "they are idle; choose fewer, for example -n 2"
+            f"{short_repr(num_ranks)} ranks do not fit into the "
+            f"{format_bytes(memory)} of this machine, which hold {most} at most, at "
+            f"{format_bytes(RANK_BYTES)} for an idle one; choose fewer, for example "
+            "-n 2"
         )
 
 
@@ -94,8 +95,8 @@ def check_keep(what: str, value: Any) -> None:
     if not (is_number(value) and 0 < value <= MAX_KEEP_MINUTES):
         typed = short_repr(value).removesuffix(".0")
         raise ValueError(
-            f"--{what} {typed}: minutes without a kernel, more than 0 and at most "
-            f"{MAX_KEEP_MINUTES:,}"
+            f"--{what} {typed}: give the minutes without a kernel, more than 0 and at "
+            f"most {MAX_KEEP_MINUTES:,}"
         )
 
 
@@ -186,7 +187,7 @@ class StartOptions:
     keep: float | None = option(
         None,
         "let the ranks outlive the kernel, for %dist_attach in the next one; they end "
-        f"after so many minutes without a kernel, {KEEP_MINUTES} where no number is "
+        f"after this many minutes without a kernel, {KEEP_MINUTES} where no number is "
         "given",
         check_keep,
         metavar="MINUTES",

@@ -211,7 +211,7 @@ def unheard(ends: Mapping[int, CellEnd]) -> list[str]:
         in_order = sorted(cell.values(), key=lambda end: end.at)
         if (first := first_failure([end.outcome for end in in_order])) is not None:
             error = RankError(first, [end.outcome for end in cell.values()])
-            said.append(f"the former kernel's cell has failed\n{error}")
+            said.append(f"the previous kernel's cell has failed\n{error}")
         steps = {rank: end.steps for rank, end in cell.items() if end.steps}
         said += step_mismatches(steps).values()
     return said

@@ -72,8 +72,8 @@ class RunOptions(TrainOptions):
     )
     resume: bool = option(
         False,
-        "resume from the last checkpoint in that folder; from step 0 where there is "
-        "none",
+        "resume from the last checkpoint in the checkpoint folder; start at step 0 if "
+        "it has none",
     )
     elastic: bool = option(
         False,
@@ -128,15 +128,15 @@ def check_options(
     check_values(options)
     if options.precision == "fp16" and device == "cpu":
         raise ValueError(
-            "fp16 needs a GPU, for CPUs have no fast fp16 arithmetic; choose bf16, "
+            "fp16 needs a GPU, because CPUs have no fast fp16 arithmetic; choose bf16, "
             "which has fp32's range and needs no loss scaling"
         )
     if options.checkpoint is None:
         for name in ("every", "keep", "resume", "elastic"):
             if getattr(options, name):
                 raise ValueError(
-                    f"{flag_of(name)} goes with --checkpoint DIR, the folder in which "
-                    "the run's state is kept"
+                    f"{flag_of(name)} needs --checkpoint DIR, the folder in which the "
+                    "run's state is kept"
                 )
     if strategy.technique is None:
         check_plain(strategy.name, options)
@@ -160,7 +160,7 @@ def check_asynchronous(options: RunOptions) -> None:
     """ValueError for what goes with `--asynchronous` alone, or not with it."""
     if options.staleness is not None and not options.asynchronous:
         raise ValueError(
-            "--staleness goes with --asynchronous: without it all workers take a step "
+            "--staleness needs --asynchronous: without it all workers take a step "
             "together, and none is ahead"
         )
     if options.asynchronous and options.sync_batchnorm:
@@ -186,7 +186,7 @@ def check_comm(options: RunOptions) -> None:
     """ValueError for ways of sending less that do not go with other options."""
     if options.average_after is not None and options.average_every is None:
         raise ValueError(
-            "--average-after STEP says when --average-every K begins; give that as well"
+            "--average-after STEP says when --average-every K begins; give both"
         )
     if options.comm is not None and options.average_every is not None:
         raise ValueError(

@@ -135,5 +135,5 @@ def _source(file: Path) -> str:
         shown = f": {error.text.strip()}" if error.text else ""
         raise ValueError(f"{file}{line}: {error.msg}{shown}") from None
     except (UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"{file} is no Python: {error}") from None
+        raise ValueError(f"{file} is not Python: {error}") from None
     return source

@@ -255,7 +255,7 @@ def python_of(code: str, cell: str) -> str:
     except SyntaxError as error:
         line = code.splitlines()[(error.lineno or 1) - 1].strip() if code else ""
         raise ValueError(
-            f"{cell} is no Python that a script could have: {error.msg} at {line!r}; "
+            f"{cell} is not Python that a script could have: {error.msg} at {line!r}; "
             "write it without the notebook's syntax, and run it again"
         ) from None
     return _without_profile(_without_display(_one_statement_a_line(code, tree)))

@@ -142,7 +142,7 @@ def check_script_file(path: str | os.PathLike[str], *, force: bool) -> Path:
         raise ValueError(f"{file}: {what}; name a file, such as train.py")
     if file.suffix == ".ipynb":
         raise ValueError(
-            f"{file}: a script is no notebook; name a file, such as train.py"
+            f"{file}: a script cannot be a notebook; name a file, such as train.py"
         )
     if file.exists() and not force:
         raise ValueError(

@@ -112,7 +112,7 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
                     f"of rank {ranks[0]} {_since(first.steps, row)}"
                 )
             if len(columns) > MAX_NAMES:
-                found[-1] += f"; so do {len(columns) - MAX_NAMES} more parameters"
+                found[-1] += f"; the same goes for {len(columns) - MAX_NAMES} more"
     return list(dict.fromkeys(found))
 
 

@@ -94,7 +94,7 @@ def why_unsafe(folder: Path) -> str:
     """Why a folder is not to be trusted; "" where only this user can change it."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        return f"{folder} is no folder"
+        return f"{folder} is not a folder"
     if found.st_uid != os.getuid():
         return f"{folder} belongs to user {found.st_uid} and not to {os.getuid()}"
     if mode := stat.S_IMODE(found.st_mode) & 0o077:

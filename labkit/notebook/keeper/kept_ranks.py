@@ -121,7 +121,7 @@ class KeptRanks(LabRanks):
             busy = {r: int(s["cell"]) for r, s in states.items() if s["state"] == BUSY}
             if not busy:
                 return
-            what = f"{format_ranks(busy)}: the former kernel's cell is running"
+            what = f"{format_ranks(busy)}: the previous kernel's cell is running"
             if failed := failures(ends_of(states), in_cells={*busy.values()}):
                 what += f", and may wait for a rank that has failed in it ({failed})"
             if asked_at is None:

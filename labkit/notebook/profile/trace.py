@@ -133,9 +133,9 @@ def read_json(path: Path) -> dict[str, Any]:
             )
         found = json.loads(text)
     except (OSError, EOFError, zlib.error, RecursionError) as error:
-        raise ValueError(f"{path} is no trace that can be read: {error}") from error
+        raise ValueError(f"{path} cannot be read as a trace: {error}") from error
     if not isinstance(found, dict) or "labkit" not in found:
-        raise ValueError(f"{path} is no trace of a rank's steps")
+        raise ValueError(f"{path} is not a trace of a rank's steps")
     return found
 
 

@@ -74,7 +74,7 @@ def _find(name: str, parent: Path, own: Sequence[str] = ()) -> list[Path]:
     the names of runs that are there besides."""
     if not isinstance(name, str):
         raise ValueError(
-            f"{short_repr(name)} is no run's name; give the name as a string"
+            f"{short_repr(name)} is not a run's name; give the name as a string"
         )
     exact, is_folder = parent / name, False
     with contextlib.suppress(OSError):  # a path that is too long

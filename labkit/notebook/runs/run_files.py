@@ -260,7 +260,7 @@ def _read_table(path: Path, collector: Collector) -> None:
     from pyarrow import parquet
 
     if not path.is_file():
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a file")
     # By default all of the file would be read ahead, and kept.
     with parquet.ParquetFile(
         path, read_dictionary=["metric"], buffer_size=_BUFFER_BYTES, pre_buffer=False

@@ -41,7 +41,9 @@ def distributions_of(space: Any) -> dict[str, Any]:
         )
     for name in space:
         if not isinstance(name, str):
-            raise ValueError(f"{short_repr(name)} is no parameter's name; use a string")
+            raise ValueError(
+                f"{short_repr(name)} cannot be a parameter's name; use a string"
+            )
         check_pushed_name(name)
     return {name: distribution_of(name, ranges) for name, ranges in space.items()}
 

@@ -64,7 +64,7 @@ class TuneOptions:
     )
     seconds: float | None = option(
         None,
-        "start no trial after this many seconds, and stop those that run",
+        "start no trial after this many seconds, and stop those that are running",
         check_timeout,
         metavar="SECONDS",
     )

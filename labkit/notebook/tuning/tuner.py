@@ -162,8 +162,8 @@ class Tuner:
         if self._sees_other_samples():
             say(
                 "batch_size is in the space: after the same step trials have seen "
-                "other numbers of samples, so none is stopped for its loss; a metric "
-                "that is logged once an epoch, such as val_loss, can be compared"
+                "different numbers of samples, so none is stopped for its loss; a "
+                "metric that is logged once an epoch, such as val_loss, can be compared"
             )
         try:
             with self._ranks.divided(self._group_size) as places:
@@ -381,7 +381,7 @@ class Tuner:
             has = metrics_of(watch.run)
             instead = (
                 f"it has {', '.join(has)}. Choose one of them with metric (--metric), "
-                "or log yours"
+                "or log yours; fit logs val_loss if it is given validate=dataset"
                 if has
                 else "it took no optimizer step and logged nothing: call "
                 f"optimizer.step() or log({metric}=...) in what is tuned"

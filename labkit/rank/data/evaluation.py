@@ -58,8 +58,9 @@ def check_loss(loss: Any) -> None:
     """ValueError for what no backward pass can begin with."""
     if not isinstance(loss, torch.Tensor):
         raise ValueError(
-            f"loss_fn returned a {type(loss).__name__} and no tensor, with which the "
-            "backward pass could begin; leave out .item() or float(), if it has them"
+            f"loss_fn returned a {type(loss).__name__}; it must return a tensor, from "
+            "which the backward pass begins: leave out .item() or float(), if it has "
+            "them"
         )
     if loss.numel() != 1:
         raise ValueError(

@@ -55,7 +55,7 @@ def set_variables(
         environment.setdefault(variable, value)
     notes = [
         f"{variable}={environment[variable]} is set here, and ranks run with {value}: "
-        "or torch would end an engine where labkit ends no more than the cell"
+        "otherwise torch would end a rank's process where labkit ends only the cell"
         for variable, value in NCCL.items()
         if environment.get(variable, value) != value
     ]
@@ -68,6 +68,6 @@ def set_variables(
         notes.append(
             "TORCH_DISTRIBUTED_DEBUG=DETAIL is set here, and ranks run with INFO: "
             "torch crashes in DistributedDataParallel with DETAIL, under torchrun too. "
-            "Which collective a rank waits in, labkit says by itself"
+            "labkit itself says which collective a rank waits in"
         )
     return notes

@@ -33,7 +33,7 @@ SUM = (
     "divides the gradient by a number of samples, as in an update by hand, then needs "
     "that of all ranks: size = torch.tensor(len(x)); dist.all_reduce(size, "
     "group=loader.group). Where it divides by len(x) of this rank, without "
-    'reduction="sum", the result is right if all ranks have as many samples'
+    'reduction="sum", the result is right if all ranks have equally many samples'
 )
 SUM_OUTSIDE = (
     "the loss has a sum over data that the loop does not take from the loader, and the "

@@ -85,8 +85,8 @@ IN_INFERENCE = (
     "could take a tensor. Call it outside of that: it needs no mode, and none is faster"
 )
 UNNAMED = (
-    "the loop calls {kind}.step with {found}, which is no closure; give it by name, as "
-    "in optimizer.step(scale=0.5)"
+    "the loop calls {kind}.step with {found}, which is not a closure; give it by name, "
+    "as in optimizer.step(scale=0.5)"
 )
 
 COPIED = (

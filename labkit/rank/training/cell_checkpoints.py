@@ -81,10 +81,11 @@ class Checkpoints:
         tensors, sections = self.collect(model, optimizer)
         if not tensors and not values:
             raise ValueError(
-                "there is nothing to save: without model= that is what prepare made in "
-                "this cell, which has not called it. Give model=model, optimizer="
-                "optimizer, or values by name; or call save_checkpoint in the training "
-                "cell, or give that cell --checkpoint FOLDER"
+                "there is nothing to save: without model= save_checkpoint saves what "
+                "prepare made in this cell, and this cell has not called prepare. Give "
+                "model=model, optimizer=optimizer, or values by name; or call "
+                "save_checkpoint in the training cell, or give that cell --checkpoint "
+                "FOLDER"
             )
         contents = {"sections": sections, "user": values}
         try:

@@ -47,8 +47,8 @@ SEED_STRIDE = 1_000_003
 
 OTHER_SETTINGS = (
     "the cell gives its optimizer other settings than the cell before, {settings}, and "
-    "a run that resumes goes on with those of its checkpoint. To train on with others, "
-    "leave out --resume, call load_checkpoint after prepare, and set them in "
+    "a run that resumes goes on with those of its checkpoint. To train with the new "
+    "ones, leave out --resume, call load_checkpoint after prepare, and set them in "
     "optimizer.param_groups after that"
 )
 

@@ -265,8 +265,7 @@ def check_even(model: nn.Module, plan: Mapping[str, Styles], num_parts: int) -> 
             if size % num_parts:
                 raise UnsupportedLoopError(
                     f"layer {name} has {size} {what}, which {num_parts} ranks cannot "
-                    f"share evenly: choose a number that {num_parts} divides, or "
-                    f"another --mesh"
+                    f"share evenly: choose a multiple of {num_parts}, or another --mesh"
                 )
             head_dim = getattr(
                 model.get_submodule(name.rpartition(".")[0]), "head_dim", 0
@@ -278,8 +277,8 @@ def check_even(model: nn.Module, plan: Mapping[str, Styles], num_parts: int) -> 
                 heads = "1 head" if num_heads == 1 else f"{num_heads} heads"
                 raise UnsupportedLoopError(
                     f"layer {name} has {heads} of {head_dim}, which "
-                    f"{num_parts} ranks cannot share evenly: choose a number of heads "
-                    f"that {num_parts} divides, or another --mesh"
+                    f"{num_parts} ranks cannot share evenly: choose a multiple of "
+                    f"{num_parts} heads, or another --mesh"
                 )
 
 
