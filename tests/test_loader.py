@@ -968,7 +968,7 @@ def a_loader(**options: Any) -> DataLoader[Any]:
         (Squares(8), 0, "batch_size is 0; it must be a whole number, 1 or more"),
         (Squares(8), -4, "batch_size is -4; it must be a whole number, 1 or more"),
         (Squares(0), 4, "the dataset is empty"),
-        (None, 4, "passes any dataset, as in prepare(model, optimizer, range(1), bat"),
+        (None, 4, "pass any dataset, as in prepare(model, optimizer, range(1), batch"),
         (Numbers(8), None, "batch_size is None"),
         (Unsized(), 4, "Unsized has no length, and labkit divides samples"),
         (DataLoader(Numbers(8), batch_size=None), None, "has batch_size=None"),

@@ -53,12 +53,12 @@ KEPT_OPTIONS = (
 
 NO_DATA = (
     "prepare got no dataset, and it divides one among the ranks: pass a dataset with "
-    "batch_size=64, or a DataLoader. A loop that draws batches by itself, for example "
-    "by get_batch(), has an IterableDataset yield their samples instead. A loop "
-    "without samples to divide, such as one over a whole graph or episodes, passes any "
-    "dataset, as in prepare(model, optimizer, range(1), batch_size=1), and does the "
-    "same on all ranks, with random numbers that are seeded alike (see loops without a "
-    "loader, docs/howto/own_loop.md)"
+    "batch_size=64, or a DataLoader. If the loop draws its batches itself, for example "
+    "in get_batch(), put the drawing into an IterableDataset that yields single "
+    "samples. If there are no samples to divide, as with a whole graph or episodes, "
+    "pass any dataset, as in prepare(model, optimizer, range(1), batch_size=1), and "
+    "seed random numbers alike on all ranks, which then do the same (see Loops without "
+    "a loader in docs/howto/own_loop.md)"
 )
 
 
