@@ -57,6 +57,8 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
     shell : InteractiveShell
         IPython's own.
     """
+    from labkit.magics.completion import complete
+    from labkit.magics.help_of_ranks import add_help_of_ranks
     from labkit.magics.lab_magics import LabMagics
     from labkit.magics.line import magic_below
     from labkit.magics.name_hint import hint_at_ranks
@@ -65,4 +67,7 @@ def load_ipython_extension(shell: "InteractiveShell") -> None:
     for name in LabMagics.magics["cell"]:
         # What IPython makes of "%%dist" where that is not the first line.
         shell.register_magic_function(magic_below(name), "line", f"%{name}")
+    if complete not in shell.Completer.custom_matchers:  # by an earlier %load_ext
+        shell.Completer.custom_matchers.append(complete)
+    add_help_of_ranks(shell)
     shell.events.register("post_run_cell", hint_at_ranks)

@@ -983,11 +983,56 @@ class Lab:
         bool
             False as well where rank 0 does not answer within a second.
         """
-        answer = self._running().cluster.ask(0, "has_variable", name=name)
+        return bool(self._asked(0, "has_variable", name=name))
+
+    def complete(self, code: str, rank: int = 0) -> tuple[int, list[tuple[str, str]]]:
+        """Find how a cell that is being written may go on, by the variables of a rank.
+
+        Parameters
+        ----------
+        code : str
+            The cell up to the cursor, without its magic.
+        rank : int, default 0
+            The rank whose variables they are.
+
+        Returns
+        -------
+        start : int
+            Where what is completed begins.
+        words : list of (str, str)
+            What may stand from there to the end, each with its type, such as
+            "function"; none where the rank does not answer within a second.
+        """
+        found = self._asked(rank, "complete", code=code)
+        if found is None:
+            return len(code), []
+        return found["start"], [(text, kind) for text, kind in found["words"]]
+
+    def help_of(self, name: str, with_source: bool = False) -> str:
+        """Describe a variable of rank 0, also while a cell runs.
+
+        Parameters
+        ----------
+        name : str
+            What a cell with `%%dist` calls it, such as "model.forward".
+        with_source : bool, default False
+            Whether its source is part of it.
+
+        Returns
+        -------
+        str
+            What IPython shows for `name?`; "" where rank 0 has no such variable, or
+            does not answer within a second.
+        """
+        return self._asked(0, "help_of", name=name, with_source=with_source) or ""
+
+    def _asked(self, rank: int, question: str, **arguments: Any) -> Any:
+        """What a rank answers, also while it runs a cell; None where it does not."""
+        answer = self._running().cluster.ask(rank, question, **arguments)
         try:
-            return bool(answer.result(timeouts.ASK_S))
+            return answer.result(timeouts.ASK_S)
         except (TimeoutError, CancelledError, RuntimeError):
-            return False
+            return None
 
     def restart(
         self,

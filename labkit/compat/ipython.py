@@ -85,6 +85,37 @@ def display_pages(shell: Any) -> None:
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
 
 
+MOST_COMPLETIONS = 1000
+"""More than anyone reads."""
+
+
+def completer_of(shell: Any) -> Callable[[str], tuple[int, list[tuple[str, str]]]]:
+    """What completes code by the shell's variables: where what it completes begins, and
+    what may stand there, each with its type. IPython calls this part provisional.
+
+    Without jedi, which reads source files, at first for seconds.
+    """
+    from IPython.core import completer
+
+    own = completer.IPCompleter(
+        shell=shell,
+        namespace=shell.user_ns,
+        global_namespace=shell.user_global_ns,
+        use_jedi=False,
+    )
+
+    def completed(code: str) -> tuple[int, list[tuple[str, str]]]:
+        with completer.provisionalcompleter():
+            found = completer.rectify_completions(
+                code, own.completions(code, len(code))
+            )
+            words = [*found][:MOST_COMPLETIONS]
+        start = words[0].start if words else len(code)
+        return start, [(each.text, each.type) for each in words]
+
+    return completed
+
+
 @KERNEL_GATE.needs(
     "ipykernel.iostream:OutStream._parent_header_global",
     "ipykernel.zmqshell:ZMQDisplayPublisher._parent_header_global",

@@ -433,7 +433,7 @@ class CellRunner:
         """Names for a training cell; in a plain one they say where they belong."""
         if spec.strategy is None:
             return {
-                **dict.fromkeys((*TRAINING_NAMES, "profile"), only_in_training_cells),
+                **ONLY_IN_TRAINING_CELLS,
                 **Checkpoints().names,
             }
         strategy = find_strategy(spec.strategy)
@@ -573,9 +573,23 @@ class CellRunner:
         self.shell.data_pub.publish_data(message(name, value))
 
 
-def only_in_training_cells(*args: Any, **kwargs: Any) -> Any:
-    """Stands for prepare, fit, log, stop_early and profile in a plain `%%dist` cell."""
-    raise RuntimeError(
-        "prepare, fit, log, stop_early and profile belong to a training run; begin the "
-        "cell with %%dist_train STRATEGY, for example %%dist_train ddp"
-    )
+def refusing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """What a plain `%%dist` cell has of a training cell's: its help, and no call."""
+
+    @functools.wraps(method)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "prepare, fit, log, stop_early and profile belong to a training run; begin "
+            "the cell with %%dist_train STRATEGY, for example %%dist_train ddp"
+        )
+
+    signature = inspect.signature(method)
+    _, *parameters = signature.parameters.values()  # without self
+    refuse.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return refuse
+
+
+ONLY_IN_TRAINING_CELLS = {
+    **{name: refusing(getattr(Session, name)) for name in TRAINING_NAMES},
+    "profile": refusing(BlockProfile.__call__),
+}

@@ -18,6 +18,7 @@ from labkit.rank.telemetry.stack_trace import finished_collectives
 from labkit.rank.telemetry.stack_trace import position
 from labkit.rank.terminal.console import Console
 from labkit.rank.terminal.keyboard import Keyboard
+from labkit.rank.terminal.writing_help import WritingHelp
 from labkit.records import CellEnd
 
 
@@ -39,6 +40,7 @@ class ControlRequests:
         self._interrupts = interrupts
         self.ended: CellEnd | None = None
         """How the last cell has ended, until a kernel has received it."""
+        writing = WritingHelp(shell)
         self._answers: dict[str, Callable[..., Any]] = {
             "interrupt": interrupts.request,
             "hold": lambda: stop_point().hold(),
@@ -52,6 +54,8 @@ class ControlRequests:
             "stack": self._stack,
             "type": keyboard.take,
             "has_variable": lambda name: name in shell.user_ns,
+            "complete": writing.complete,
+            "help_of": writing.help_of,
             "release": group.release,
         }
         answer_questions(shell.kernel, self._answers, console.listen)

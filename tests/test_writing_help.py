@@ -1,0 +1,82 @@
+"""Tab and Shift-Tab through a real kernel, as JupyterLab asks for them."""
+
+from typing import Any
+
+import pytest
+from kernels import Kernel
+
+pytestmark = pytest.mark.timeout(120)
+
+CELL = """%%dist_train ddp --name tabbed
+import torch.nn.functional as F
+from labkit.data import digits
+seen_by_ranks = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+fit(seen_by_ranks, digits(), F.cross_entropy, batch_size=64, epochs=1,
+    optimizer=torch.optim.SGD(seen_by_ranks.parameters(), lr=0.1))"""
+
+
+def answer(kernel: Kernel, kind: str, code: str) -> dict[str, Any]:
+    """What the kernel answers to "complete" or "inspect" with the cursor at the end."""
+    request = getattr(kernel.client, kind)(code, len(code))
+    while True:
+        reply = kernel.client.get_shell_msg(timeout=60)
+        if reply["parent_header"]["msg_id"] == request:
+            content: dict[str, Any] = reply["content"]
+            return content
+
+
+def completed(kernel: Kernel, code: str) -> set[str]:
+    """The cells that Tab would make of this one."""
+    found = answer(kernel, "complete", code)
+    start = found["cursor_start"]
+    return {code[:start] + match for match in found["matches"]}
+
+
+def test_the_line_of_a_magic_is_completed(kernel: Kernel) -> None:
+    cells = completed(kernel, "%%dist_train ")
+    assert {"%%dist_train fsdp", "%%dist_train zero2"} <= cells
+    for code, expected in {
+        "%%dist_train fsdp --acc": "%%dist_train fsdp --accumulate",
+        "run = %dist_train fsdp f --name x --precision b": (
+            "run = %dist_train fsdp f --name x --precision bf16"
+        ),
+        "%dist_runs --state fi": "%dist_runs --state finished",
+    }.items():
+        assert completed(kernel, code) == {expected}
+    kernel.run("given_to_ranks = 1")
+    code = "print()\n%dist_push given_"
+    assert completed(kernel, code) == {f"{code}to_ranks"}
+
+
+def test_runs_and_variables_of_ranks_are_completed(kernel: Kernel) -> None:
+    assert kernel.run(CELL).status == "ok"
+    for code, rest in {
+        "%dist_runs other tabb": "ed",
+        "%dist_pull seen_by": "_ranks",
+        "%%dist\nseen_by": "_ranks",
+        "%%dist 1\n\n\nprint(seen_by_ranks.zero_gr": "ad",
+        "%%time\n%%dist\nfor _ in range(2):\n    seen_by_ranks.requires_gr": "ad_",
+    }.items():
+        assert completed(kernel, code) == {code + rest}
+    assert "seen_by_ranks" not in completed(kernel, "seen_by")
+
+
+def test_a_name_of_the_ranks_is_described(kernel: Kernel) -> None:
+    assert kernel.run(CELL + "\n\ndef half(x):\n    'Divide by two.'").status == "ok"
+    for code, words in {
+        "%%dist\nhalf(": "Divide by two.",
+        "%%dist\nprepare(": "batch_size: int",
+        "%%dist\nseen_by_ranks.forward": "On rank 0:\n",
+    }.items():
+        reply = answer(kernel, "inspect", code)
+        assert reply["found"]
+        assert words in reply["data"]["text/plain"]
+    assert not answer(kernel, "inspect", "%%dist\nthere_is_no_such_name")["found"]
+    assert "On rank 0" not in answer(kernel, "inspect", "print")["data"]["text/plain"]
+
+
+def test_the_extension_is_loaded_again(kernel: Kernel) -> None:
+    reply = kernel.run("%reload_ext labkit")
+    assert (reply.status, reply.stderr) == ("ok", "")
+    assert completed(kernel, "%%dist_train fs") == {"%%dist_train fsdp"}
+    assert "warn" not in kernel.run("pass").stderr
