@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from interrupts import interrupt_when
 from kernels import Kernel
+from kernels import running_kernel
 
 import labkit
 from labkit import Lab
@@ -480,3 +481,11 @@ def test_places_are_the_same_in_every_run_and_few_in_a_long_one() -> None:
     assert places[1:10] == [1, 2, 3, 4, 5, 6, 7, 8, 10]
     assert len(places) < 50
     assert all(math.isfinite(place) for place in places)
+
+
+def test_optuna_is_loaded_without_a_word_where_ipywidgets_is_not_installed() -> None:
+    code = "import sys\nsys.modules['ipywidgets'] = None  # as where it is not there\n"
+    code += "from labkit.notebook.trials.space import load_optuna\nload_optuna()"
+    with running_kernel() as kernel:
+        reply = kernel.run(code)
+    assert (reply.status, reply.stderr) == ("ok", "")

@@ -1,6 +1,7 @@
 """What a study may try: a dict of ranges as Optuna's distributions, and what fits."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,10 @@ HOW = (
 def load_optuna() -> Any:
     """Optuna, which says nothing by itself. UserError where it is not installed."""
     try:
-        import optuna
+        with warnings.catch_warnings():
+            # Of tqdm, where ipywidgets is not installed: no bar of its is shown here.
+            warnings.filterwarnings("ignore", "IProgress not found")
+            import optuna
     except ImportError as error:
         raise UserError(
             "studies are made with Optuna, which is not installed here: "
