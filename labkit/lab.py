@@ -1021,8 +1021,8 @@ class Lab:
         Returns
         -------
         str
-            What IPython shows for `name?`; "" where rank 0 has no such variable, or
-            does not answer within a second.
+            What IPython shows for `name?`, of what is not callable its type alone; ""
+            where rank 0 has no such variable, or does not answer within a second.
         """
         return self._asked(0, "help_of", name=name, with_source=with_source) or ""
 

@@ -75,6 +75,22 @@ def test_a_name_of_the_ranks_is_described(kernel: Kernel) -> None:
     assert "On rank 0" not in answer(kernel, "inspect", "print")["data"]["text/plain"]
 
 
+def test_no_rank_is_asked_for_values_alone(kernel: Kernel) -> None:
+    """Under zero3 rank 0 would wait for the others to have them."""
+    cell = (
+        CELL.replace("ddp --name tabbed", "zero3")
+        + "\nweight = seen_by_ranks[1].weight"
+    )
+    assert kernel.run(cell).status == "ok"
+    reply = answer(kernel, "inspect", "%%dist\nweight")
+    assert reply["data"]["text/plain"].startswith("On rank 0:\nType: ")
+    assert completed(kernel, "%%dist\nweight.requires_gr") == {
+        "%%dist\nweight.requires_grad",
+        "%%dist\nweight.requires_grad_",
+    }
+    assert kernel.run("%%dist\ndist.barrier()").status == "ok"
+
+
 def test_the_extension_is_loaded_again(kernel: Kernel) -> None:
     reply = kernel.run("%reload_ext labkit")
     assert (reply.status, reply.stderr) == ("ok", "")

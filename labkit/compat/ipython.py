@@ -85,6 +85,15 @@ def display_pages(shell: Any) -> None:
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
 
 
+@GATE.needs(f"{_SHELL}._ofind")
+def value_of(shell: Any, name: str) -> Any:
+    """What a name stands for, such as "model.forward"; KeyError where it is nothing."""
+    found = shell._ofind(name)
+    if not found.found:
+        raise KeyError(name)
+    return found.obj
+
+
 MOST_COMPLETIONS = 1000
 """More than anyone reads."""
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from labkit.compat.ipython import completer_of
+from labkit.compat.ipython import value_of
 
 
 class WritingHelp:
@@ -20,6 +21,12 @@ class WritingHelp:
     def help_of(self, name: str, with_source: bool) -> str:
         """What IPython shows of a variable; "" where there is none."""
         try:
-            return str(self._shell.object_inspect_mime(name, with_source)["text/plain"])
+            value = value_of(self._shell, name)
         except KeyError:
             return ""
+        if not callable(value):
+            # IPython shows the values, for which a tensor that is sharded may need the
+            # other ranks, and one on a GPU waits for what is under way there.
+            kind = type(value)
+            return f"Type: {kind.__module__}.{kind.__qualname__}"
+        return str(self._shell.object_inspect_mime(name, with_source)["text/plain"])
