@@ -1,5 +1,6 @@
 """Checks what a user gave: what is wrong is an error in one line."""
 
+import difflib
 import keyword
 import operator
 import os
@@ -107,9 +108,12 @@ def check_flag(what: str, value: Any) -> None:
 def check_choice(what: str, value: Any, choices: Iterable[str]) -> None:
     """ValueError unless `value` is one of the words in `choices`."""
     known = list(choices)
-    if not isinstance(value, str) or value not in known:
+    word = value if isinstance(value, str) else ""
+    if word not in known:
+        near = difflib.get_close_matches(word.lower(), known, 1)
         raise ValueError(
             f"unknown {what} {short_repr(value)}; choose one of: {', '.join(known)}"
+            + (f" (did you mean {near[0]}?)" if near else "")
         )
 
 
