@@ -1,9 +1,15 @@
 """What a script leaves running: waited for or ended, as at the end of its process."""
 
+import concurrent.futures
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import Executor
+from concurrent.futures import Future
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -12,15 +18,17 @@ from labkit.rank.scripts.modules import OwnModules
 
 
 class Started:
-    """The threads and child processes that a script itself has started.
+    """The threads and child processes that a script itself has started, and what was
+    submitted to pools, by a library too: a checkpoint is saved so.
 
-    Those that a library starts, as a DataLoader's workers, end with what they are for.
+    What else a library starts, as a DataLoader's workers, ends with what it is for.
     """
 
     def __init__(self, modules: OwnModules) -> None:
         self._modules = modules
         self._threads: list[threading.Thread] = []
         self._processes: list[BaseProcess] = []
+        self._submitted: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
         self._is_to_wait = False
 
     @contextlib.contextmanager
@@ -31,6 +39,10 @@ class Started:
             self._note(threading.Thread, self._threads),
             self._note(BaseProcess, self._processes),
         ]
+        submits = [
+            self._note_submitted(each)
+            for each in (ThreadPoolExecutor, ProcessPoolExecutor)
+        ]
         try:
             yield
             for each in self._processes:
@@ -39,6 +51,8 @@ class Started:
         finally:
             for cls, start in restore:
                 cls.start = start
+            for pool, submit in submits:
+                pool.submit = submit  # type: ignore[method-assign]
             self._end_processes()
 
     def _note(self, cls: Any, started: list[Any]) -> tuple[Any, Any]:
@@ -52,12 +66,26 @@ class Started:
         cls.start = noted
         return cls, start
 
+    def _note_submitted(self, pool: type[Executor]) -> tuple[type[Executor], Any]:
+        submit = pool.submit
+
+        def noted(*args: Any, **kwargs: Any) -> Future[Any]:
+            future = submit(*args, **kwargs)
+            self._submitted.add(future)
+            return future
+
+        pool.submit = noted  # type: ignore[method-assign]
+        return pool, submit
+
     def wait_for_threads(self) -> None:
-        """Wait for those threads that Python waits for at the end of a process."""
+        """Wait for those threads that Python waits for at the end of a process, and
+        for what pools have to do."""
         self._is_to_wait = True
         for each in self._threads:
             if not each.daemon:
                 each.join()
+        while pending := [each for each in self._submitted if not each.done()]:
+            concurrent.futures.wait(pending)
 
     def _end_processes(self) -> None:
         for each in self._processes:
