@@ -1,12 +1,16 @@
 """Scripts for torchrun on warm ranks: their losses, how they fail, what they leave."""
 
+import gzip
 import json
 import re
 import textwrap
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from kernels import Kernel
 from test_train_module import BODY
 from test_train_module import IMPORTS
@@ -587,6 +591,146 @@ def test_what_a_script_starts_ends_with_it(lab: Lab, here: Path, ends: str) -> N
         assert names <= found
     lab.run("import multiprocessing; left = len(multiprocessing.active_children())")
     assert lab.pull("left", "all") == [0, 0]
+
+
+KEEPS_FILES = """
+import gzip
+import os
+import sys
+import threading
+import time
+import zipfile
+
+import torch
+
+rank = os.environ["RANK"]
+text = open(f"text-{rank}", "w")
+text.write("written")
+packed = gzip.open(f"packed-{rank}.gz", "wt")
+packed.write("written")
+archive = zipfile.ZipFile(f"archive-{rank}.zip", "w")
+archive.writestr("name", "written")
+model = torch.nn.Linear(8, 8)
+model.is_of_the_script = True
+
+
+def work(name):
+    time.sleep(0.5)
+    with open(name, "w") as file:
+        file.write("written")
+
+
+def watch():
+    while True:
+        time.sleep(0.1)
+        text.fileno()
+
+
+"""
+COMPILES = """
+@torch.compile(backend="eager")
+def double(x):
+    return 2 * x
+
+double(torch.ones(1))
+"""
+WATCHES = "threading.Thread(target=watch, daemon=True).start()"
+
+
+def whole_files(folder: Path, rank: int) -> list[str]:
+    """What the script has written: as an editor, gzip and zip read it."""
+    with gzip.open(folder / f"packed-{rank}.gz", "rt") as packed:
+        parts = [(folder / f"text-{rank}").read_text(), packed.read()]
+    with zipfile.ZipFile(folder / f"archive-{rank}.zip") as archive:
+        return [*parts, archive.read("name").decode()]
+
+
+def test_what_a_script_leaves_open_is_written_and_freed(lab: Lab, here: Path) -> None:
+    """A function that is compiled stays, and with it the names of the script."""
+    script = write(here, KEEPS_FILES + COMPILES)
+    for _ in range(2):
+        lab.import_script(script, live=False)
+        for rank in range(2):
+            assert whole_files(here, rank) == ["written"] * 3
+            (here / f"text-{rank}").unlink()
+    lab.run(
+        "import gc\n"
+        "left = sum('is_of_the_script' in vars(each) for each in gc.get_objects()\n"
+        "           if type(each) is torch.nn.Linear)"
+    )
+    assert lab.pull("left", "all") == [0, 0]
+
+
+def test_a_thread_of_a_script_that_goes_on_has_its_names(
+    lab: Lab, here: Path, capsys: Captured
+) -> None:
+    lab.import_script(write(here, KEEPS_FILES + WATCHES), live=False)
+    assert [(here / f"text-{rank}").read_text() for rank in range(2)] == ["written"] * 2
+    lab.run("import time; time.sleep(0.3)")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+SAVES_LAST = """
+import concurrent.futures
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+
+def work():
+    time.sleep(0.5)
+    Path(f"late-{os.environ['RANK']}").touch()
+
+
+dist.init_process_group("gloo")
+pool = concurrent.futures.ThreadPoolExecutor(1)
+pool.submit(work)
+state = {f"w{i}": torch.full((512, 512), float(i)) for i in range(16)}
+dcp.async_save(state, checkpoint_id="saved")
+"""
+
+
+def test_what_pools_have_to_do_is_done_before_a_script_ends(
+    lab: Lab, here: Path
+) -> None:
+    """Python waits for that, too: a last checkpoint would be cut off otherwise."""
+    lab.import_script(write(here, SAVES_LAST), live=False)
+    assert {f"late-{rank}" for rank in range(2)} <= {
+        each.name for each in here.iterdir()
+    }
+    state = {f"w{i}": torch.zeros(512, 512) for i in range(16)}
+    dcp.load(state, checkpoint_id=here / "saved", no_dist=True)
+    assert [each.mean().item() for each in state.values()] == [*map(float, range(16))]
+
+
+SETS_ONCE = """
+import torch
+
+torch.set_num_interop_threads(1)
+library = torch.library.Library("of_a_script", "DEF")
+library.define("double(Tensor x) -> Tensor")
+
+
+@torch.library.impl(library, "double", "CompositeImplicitAutograd")
+def double(x):
+    return 2 * x
+
+
+print(torch.ops.of_a_script.double(torch.ones(1)).item())
+"""
+
+
+def test_what_a_process_may_set_once_a_script_sets_in_each_run(
+    lab: Lab, here: Path, capsys: Captured
+) -> None:
+    script = write(here, SETS_ONCE)
+    for _ in range(2):
+        lab.import_script(script, live=False)
+        assert capsys.readouterr().out == "[ranks 0-1] 2.0\n"
 
 
 @pytest.mark.parametrize(("ends", "code"), [("", 0), ("exit(3)", 3), ("1 / 0", 1)])

@@ -30,6 +30,8 @@ class OwnModules:
         self._folders = [Path(each) for each in folders]
         self._loaded_before = loaded_before
         self._hidden = _names_in(self._folders[0])
+        self.ended: list[dict[str, Any]] = []
+        """The names in those that were imported for the script, once it has ended."""
 
     def has_file(self, file: Any) -> bool:
         """Whether a file is in one of the folders, and of no library there."""
@@ -77,7 +79,9 @@ class OwnModules:
                 added = [each for each in sys.path if each not in path]
                 self._folders += [Path(each).absolute() for each in added]
             loaded = self.loaded().items()
-            self._forget({k: each for k, each in loaded if kept.get(k) is not each})
+            own = {k: each for k, each in loaded if kept.get(k) is not each}
+            self.ended = [vars(each) for each in own.values()]
+            self._forget(own)
             sys.modules.update(before)
 
     def _forget(self, modules: dict[str, ModuleType]) -> None:

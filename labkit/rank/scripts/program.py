@@ -14,12 +14,15 @@ from labkit.checks import UserError
 from labkit.compat.accelerate import forget_state
 from labkit.compat.torch import ThreadSettings
 from labkit.rank.group.process_group import RankProcessGroup
+from labkit.rank.scripts.left_behind import forget_values
+from labkit.rank.scripts.left_behind import write_files
 from labkit.rank.scripts.left_running import Started
 from labkit.rank.scripts.modules import OwnModules
 from labkit.rank.scripts.own_process import AtOnceExit
 from labkit.rank.scripts.own_process import end_fork
 from labkit.rank.scripts.own_process import own_process
 from labkit.rank.scripts.torch_settings import TorchSettings
+from labkit.rank.scripts.torch_settings import interop_threads_again
 from labkit.rank.training.resume import seed_everything
 from labkit.records import ScriptSpec
 
@@ -58,6 +61,7 @@ class ScriptProgram:
         try:
             with (
                 started.noting(),
+                interop_threads_again(),
                 own_process(
                     script.arguments,
                     script.import_folder,
@@ -70,15 +74,18 @@ class ScriptProgram:
                 forget_state()
                 # Without a seed of its own every process draws something else.
                 seed_everything(script.seed + self._group.rank)
-                self.run(started)
+                names = self.run(started)
+            forget_values([names, *self._modules.ended])
         finally:
             sys.modules["__main__"] = main_module
             settings.restore()
             of_thread.restore()
             forget_state()
+            write_files()
 
-    def run(self, started: Started) -> None:
-        """Run the source itself, with all around it as a new process has it."""
+    def run(self, started: Started) -> dict[str, Any]:
+        """Run the source itself, with all around it as a new process has it: its
+        names."""
         script = self.script
         main = ModuleType("__main__")
         names = vars(main)
@@ -110,6 +117,7 @@ class ScriptProgram:
         else:
             end_fork(pid, None)
             started.wait_for_threads()
+        return names
 
     def _why(self, ended: SystemExit) -> str:
         """Why the script has failed, in words."""

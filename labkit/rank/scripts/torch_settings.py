@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,26 @@ class TorchSettings:
                     continue
             owner, _, attribute = name.rpartition(".")
             setattr(_backend(owner), attribute, value)
+
+
+@contextlib.contextmanager
+def interop_threads_again() -> Iterator[None]:
+    """In this block their number may be set although an earlier script has: torch
+    allows it once in a process. The first number stays, which changes no result."""
+    set_once = torch.set_num_interop_threads
+
+    def set_again(number: int) -> None:
+        try:
+            set_once(number)
+        except RuntimeError as error:
+            if "set_num_interop_threads called" not in str(error):
+                raise
+
+    torch.set_num_interop_threads = set_again
+    try:
+        yield
+    finally:
+        torch.set_num_interop_threads = set_once
 
 
 def _conversion() -> list[Callable[[], Any]]:
