@@ -88,9 +88,9 @@ def interop_threads_again() -> Iterator[None]:
     allows it once in a process. The first number stays, which changes no result."""
     set_once = torch.set_num_interop_threads
 
-    def set_again(number: int) -> None:
+    def set_again(nthreads: int) -> None:
         try:
-            set_once(number)
+            set_once(nthreads)
         except RuntimeError as error:
             if "set_num_interop_threads called" not in str(error):
                 raise
