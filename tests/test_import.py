@@ -670,6 +670,53 @@ def test_a_thread_of_a_script_that_goes_on_has_its_names(
     assert "Traceback" not in capsys.readouterr().err
 
 
+HAS_AN_ENGINE = """
+import sys
+
+import deepspeed
+import torch
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+deepspeed.ops.__compatible_ops__ = dict.fromkeys(ALL_OPS, False)
+deepspeed.init_distributed("gloo")
+model = torch.nn.Linear(8, 1)
+engine, *_ = deepspeed.initialize(
+    model=model,
+    optimizer=torch.optim.AdamW(model.parameters()),
+    config={
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": int(sys.argv[1])},
+    },
+)
+engine.backward(engine(torch.ones(4, 8)).mean())
+engine.step()
+"""
+COUNT_ENGINES = """
+import gc
+gc.collect()
+engines = sum(type(each).__name__ == "DeepSpeedEngine" for each in gc.get_objects())
+"""
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_engines_of_deepspeed_are_freed_but_for_those_of_the_lab(
+    lab: Lab, here: Path, stage: int
+) -> None:
+    code = "model = torch.nn.Linear(8, 1)\n"
+    code += "sgd = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    code += "model, sgd, _ = prepare(model, sgd, torch.ones(8, 8), batch_size=8)\n"
+    lab.train(f"zero{stage}", code, live=False)
+    lab.run(COUNT_ENGINES)
+    before = lab.pull("engines", "all")
+    script = write(here, HAS_AN_ENGINE)
+    for _ in range(2):
+        lab.import_script(script, [stage], live=False)
+    lab.run(COUNT_ENGINES)
+    assert lab.pull("engines", "all") == before
+    lab.run("output = model(torch.ones(4, 8)).shape[0]\ndel model, sgd")
+    assert lab.pull("output", "all") == [4, 4]
+
+
 SAVES_LAST = """
 import concurrent.futures
 import os

@@ -6,6 +6,7 @@ underscore: they are in `ATTRIBUTES`.
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import sys
@@ -342,6 +343,15 @@ def drop_offloaded(zero: Any, used: Container[int]) -> None:
                 _, _, start, length = zero.grad_position[place]
                 master.grad.view(-1).narrow(0, start, length).zero_()
                 zero.norm_for_param_grads.pop(place, None)
+
+
+def live_engines() -> list[Any]:
+    """The engines of this process, whoever has made them."""
+    module: Any = sys.modules.get("deepspeed.runtime.engine")
+    if module is None:
+        return []
+    kind = module.DeepSpeedEngine
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 @GATE.needs(f"{_STAGE_2}._release_ipg_buffers")

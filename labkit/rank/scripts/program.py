@@ -12,6 +12,7 @@ from typing import Any
 
 from labkit.checks import UserError
 from labkit.compat.accelerate import forget_state
+from labkit.compat.deepspeed import live_engines
 from labkit.compat.torch import ThreadSettings
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.scripts.left_behind import forget_values
@@ -25,6 +26,7 @@ from labkit.rank.scripts.torch_settings import TorchSettings
 from labkit.rank.scripts.torch_settings import interop_threads_again
 from labkit.rank.training.resume import seed_everything
 from labkit.records import ScriptSpec
+from labkit.strategies.zero.engines import destroy_others
 
 
 class ScriptExitError(UserError):
@@ -58,6 +60,7 @@ class ScriptProgram:
         self._group.step_out()
         main_module = sys.modules["__main__"]
         started = Started(self._modules)
+        engines = set(map(id, live_engines()))
         try:
             with (
                 started.noting(),
@@ -81,6 +84,7 @@ class ScriptProgram:
             settings.restore()
             of_thread.restore()
             forget_state()
+            destroy_others(engines)
             write_files()
 
     def run(self, started: Started) -> dict[str, Any]:

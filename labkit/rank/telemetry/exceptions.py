@@ -26,6 +26,7 @@ from labkit.compat.c10d import local_part
 from labkit.compat.ipython import keep_no_errors
 from labkit.compat.ipython import wrap_send_error
 from labkit.compat.torch import storage_key
+from labkit.records import FUNCTION_NAME
 
 SHOWN_FRAMES = 15
 """Of each end of a traceback: IPython takes a millisecond for a frame of a library, and
@@ -80,6 +81,8 @@ def where_in_cell(
         filename = frame.f_code.co_filename
         if filename in cell_files or filename == script:
             line = linecache.getline(filename, line_number).strip()
+            if FUNCTION_NAME in line:  # the call is labkit's
+                continue
             place = f"{Path(script).name}, " if filename == script else ""
             found = f"{place}line {line_number}: {line}"
     return found

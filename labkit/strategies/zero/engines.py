@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import weakref
+from collections.abc import Collection
 from collections.abc import Iterator
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from labkit.compat.deepspeed import OF_ENGINE
 from labkit.compat.deepspeed import drop_trace
 from labkit.compat.deepspeed import forget_passes
 from labkit.compat.deepspeed import gather_none_read
+from labkit.compat.deepspeed import live_engines
 from labkit.compat.deepspeed import load
 from labkit.compat.deepspeed import look_at_numa_once
 from labkit.compat.deepspeed import look_into_objects
@@ -147,6 +149,20 @@ def destroy_former_engines() -> None:
         else:
             destroy(engine)
     _former.clear()
+    forget_models()
+
+
+def destroy_others(known: Collection[int]) -> None:
+    """Let go of what a script has left in DeepSpeed: its engines are those whose ids
+    are not among `known`."""
+    engines = [each for each in live_engines() if id(each) not in known]
+    for engine in engines:
+        destroy(engine)
+    if engines:
+        forget_models()
+
+
+def forget_models() -> None:
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is not None:
         offload.FWD_MODULE_STACK.clear()  # every model of stage 3 stays in it
