@@ -189,10 +189,15 @@ def recover_models(
                 reset_step(each, drops_gathers=is_group_new)
 
 
+def list_frozen() -> None:
+    """Have the collector list the objects that a cell has frozen, too."""
+    if not any(each is _later for each in gc.get_objects()):
+        gc.unfreeze()
+
+
 def models_and_meshes() -> list[Any]:
     """All that are alive and know of process groups, or of their ranks."""
-    if not any(each is _later for each in gc.get_objects()):
-        gc.unfreeze()  # a cell has frozen objects: the collector does not list them
+    list_frozen()
     kinds = (
         DistributedDataParallel,
         FSDPModule,

@@ -15,6 +15,7 @@ from labkit.compat.accelerate import forget_state
 from labkit.compat.deepspeed import live_engines
 from labkit.compat.torch import ThreadSettings
 from labkit.rank.group.process_group import RankProcessGroup
+from labkit.rank.group.recovery import list_frozen
 from labkit.rank.scripts.left_behind import forget_values
 from labkit.rank.scripts.left_behind import write_files
 from labkit.rank.scripts.left_running import Started
@@ -60,6 +61,7 @@ class ScriptProgram:
         self._group.step_out()
         main_module = sys.modules["__main__"]
         started = Started(self._modules)
+        list_frozen()
         engines = set(map(id, live_engines()))
         try:
             with (
@@ -84,6 +86,7 @@ class ScriptProgram:
             settings.restore()
             of_thread.restore()
             forget_state()
+            list_frozen()
             destroy_others(engines)
             write_files()
 
