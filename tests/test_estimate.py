@@ -24,6 +24,7 @@ from labkit.models import GPT
 from labkit.models import ResNet
 from labkit.models import mlp
 from labkit.notebook.plots.estimate_plot import Forecast
+from labkit.notebook.plots.figure import RunFigure
 from labkit.strategies import find_strategy
 from labkit.strategies.tensor.split import checked_plan
 
@@ -416,10 +417,18 @@ def test_without_input_there_are_the_model_states(
     assert (table.loc[2]["total_peak"] >= states).all()
     shown = Forecast(table, says, 2**30)
     assert set(shown.formatted()["fits"]) == {"?"}
-    assert shown.plot()._repr_png_().startswith(b"\x89PNG")
+    figure = shown.plot()
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert "activations" not in str(labels_of(figure))
     _, says = forecast(model, **{**given, "device_bytes": 3 * total})  # type: ignore[arg-type]
     assert "single, ddp" in says
     assert "cannot fit" in says
+
+
+def labels_of(figure: RunFigure) -> list[str]:
+    """The words of a figure's legend."""
+    legends = [legend for axes in figure.axes if (legend := axes.get_legend())]
+    return [text.get_text() for legend in legends for text in legend.get_texts()]
 
 
 def test_input_is_guessed_where_the_model_begins_with_numbers() -> None:
@@ -462,6 +471,7 @@ def test_the_forecast_is_a_table_and_a_picture() -> None:
     assert shown.formatted().columns.name == "KiB"
     assert shown.formatted().loc[2, "ddp"]["parameters"] == "18.8"
     figure = shown.plot()
+    assert "activations" in str(labels_of(figure))
     assert [axes.get_title() for axes in figure.axes] == ["2 ranks", "8 ranks"]
     assert figure._repr_png_().startswith(b"\x89PNG")
     for axes in figure.axes:

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from labkit.notebook.plots.figure import RunFigure
 
 MODEL_STATES = COMPONENTS[:4]
-REST = "activations, buffers,\ntemporary tensors"
+WITHOUT_ACTIVATIONS = "buffers,\ntemporary tensors"
+REST = f"activations, {WITHOUT_ACTIVATIONS}"
 SLANTED: Any = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
 """Labels that end at their bars."""
 COLUMNS = {
@@ -110,7 +111,9 @@ class Forecast:
         from labkit.notebook.plots.memory_bars import put_legend_beside
         from labkit.notebook.plots.memory_bars import stack_bars
 
-        colours = {**PART_COLOURS, REST: PART_COLOURS["activations_peak"]}
+        is_whole = self.table["activations_peak"].notna().any()
+        rest_name = REST if is_whole else WITHOUT_ACTIVATIONS
+        colours = {**PART_COLOURS, rest_name: PART_COLOURS["activations_peak"]}
         world_sizes = list(dict.fromkeys(self.table.index.get_level_values(0)))
         num_bars = [len(self.table.loc[size]) for size in world_sizes]
         width = max(7.2, 2.85 + 0.42 * sum(num_bars))
@@ -133,14 +136,14 @@ class Forecast:
             here = self.table.loc[world_size] / unit
             parts = {name: here[name] for name in MODEL_STATES}
             rest = here["total_peak"] - sum(parts.values())
-            parts[REST] = rest.clip(lower=0)
+            parts[rest_name] = rest.clip(lower=0)
             stack_bars(panel, parts, colours, width=0.7)
             for place, peak in enumerate(here["total_peak"]):
                 if peak > top:
                     panel.text(place, top, f"{peak:.3g}", ha="center", fontsize=7)
             if is_limit_seen:  # far above the bars it would flatten them
                 panel.axhline(
-                    limit, color="#333333", ls="--", lw=1.2, label="a device has"
+                    limit, color="#333333", ls="--", lw=1.2, label="a device's memory"
                 )
             labels = [
                 name.replace("_", "\n").replace(" --mesh ", "\n") for name in here.index
