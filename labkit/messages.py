@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from labkit.checks import is_int
+from labkit.checks import is_metric
 from labkit.json_files import parse
 from labkit.records import COMPONENTS
 from labkit.records import KEY
@@ -71,6 +72,7 @@ def is_batch(batch: Batch) -> bool:
         and records.dtype == RECORD
         and records.ndim == 1
         and bool((records["metric"] < len(names)).all())
+        and all(map(is_metric, names))
         and bool(np.isfinite(records["seconds"]).all())
     )
 

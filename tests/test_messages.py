@@ -102,6 +102,13 @@ def test_what_cannot_be_compared_or_divided_by_is_no_message(
     assert not is_message(("report", wrong), 0)
 
 
+@pytest.mark.parametrize("name", ["", "x" * 1000, "\udcff"], ids=["no", "long", "raw"])
+def test_records_of_a_metric_that_no_file_can_name_are_no_message(name: str) -> None:
+    """A run with them could be saved, and never be read."""
+    batch = Batch(0, ["(unwritten)", name, "(epoch)"], RECORDS)
+    assert not is_message(("batch", batch), 0)
+
+
 OTHER = [np.ones((2, 2)), RECORDS[:1], np.zeros(3, "i8"), object(), (), {1}]
 
 
