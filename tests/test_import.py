@@ -603,7 +603,7 @@ import zipfile
 
 import torch
 
-rank = os.environ["RANK"]
+rank, stop = os.environ["RANK"], os.path.abspath("stop")
 text = open(f"text-{rank}", "w")
 text.write("written")
 packed = gzip.open(f"packed-{rank}.gz", "wt")
@@ -621,7 +621,7 @@ def work(name):
 
 
 def watch():
-    while True:
+    while not os.path.exists(stop):
         time.sleep(0.1)
         text.fileno()
 
@@ -634,7 +634,7 @@ def double(x):
 
 double(torch.ones(1))
 """
-WATCHES = "threading.Thread(target=watch, daemon=True).start()"
+WATCHES = "threading.Thread(target=watch, name='watch', daemon=True).start()"
 
 
 def whole_files(folder: Path, rank: int) -> list[str]:
@@ -667,6 +667,13 @@ def test_a_thread_of_a_script_that_goes_on_has_its_names(
     lab.import_script(write(here, KEEPS_FILES + WATCHES), live=False)
     assert [(here / f"text-{rank}").read_text() for rank in range(2)] == ["written"] * 2
     lab.run("import time; time.sleep(0.3)")
+    (here / "stop").touch()
+    lab.run(
+        "import threading\n"
+        "for each in threading.enumerate():\n"
+        "    if each.name == 'watch':\n"
+        "        each.join()"
+    )
     assert "Traceback" not in capsys.readouterr().err
 
 

@@ -502,7 +502,7 @@ def test_ranks_make_the_same_groups_after_it(lab: Lab) -> None:
 def test_options_that_cannot_be(lab: Lab) -> None:
     with pytest.raises(ValueError, match="no worker left: start more ranks"):
         lab.train("parameter_server", "pass", servers=2)
-    with pytest.raises(ValueError, match="goes with --asynchronous"):
+    with pytest.raises(ValueError, match="needs --asynchronous"):
         lab.train("parameter_server", "pass", staleness=1)
     with pytest.raises(ValueError, match="--servers is for parameter_server"):
         lab.train("ddp", "pass", servers=2)
