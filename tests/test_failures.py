@@ -154,7 +154,7 @@ def test_the_first_failure_has_its_full_traceback(lab: Lab) -> None:
     [
         ("lambda out, y: missing", "name 'missing' is not defined"),
         ("loss, validate=data, metrics={'a': lambda out, y: missing}", "'missing'"),
-        ("lambda out, y: loss(out, y).item()", "loss_fn returned a float; it must return"),
+        ("lambda out, y: loss(out, y).item()", "loss_fn returned a float; it must"),
         ("lambda out, y: (out - y) ** 2", "loss_fn returned a tensor of shape (2, 1)"),
     ],
 )
