@@ -1021,8 +1021,9 @@ class Lab:
         Returns
         -------
         str
-            What IPython shows for `name?`, of what is not callable its type alone; ""
-            where rank 0 has no such variable, or does not answer within a second.
+            What IPython shows for `name?` of a function or a class; of all else, as of
+            a model, its type alone; "" where rank 0 has no such variable, or does not
+            answer within a second.
         """
         return self._asked(0, "help_of", name=name, with_source=with_source) or ""
 

@@ -1,9 +1,13 @@
 """Tab and Shift-Tab through a real kernel, as JupyterLab asks for them."""
 
+import warnings
 from typing import Any
 
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
 from kernels import Kernel
+
+from labkit.compat.ipython import completer_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -89,6 +93,48 @@ def test_no_rank_is_asked_for_values_alone(kernel: Kernel) -> None:
         "%%dist\nweight.requires_grad_",
     }
     assert kernel.run("%%dist\ndist.barrier()").status == "ok"
+
+
+FAILING = """%%dist_train zero3
+import torch.nn.functional as F
+from labkit.data import digits
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(64, 512), torch.nn.Linear(512, 10)
+    def forward(self, x):
+        self.last(self.first(x.flatten(1)))
+        raise ValueError
+    def extra_repr(self):
+        return f"{self.last.weight.shape}"
+failing = torch.optim.SGD((net := Net()).parameters(), 0.1)
+failing, optimizer, loader = prepare(net, failing, digits(), batch_size=64)
+forward = failing.forward
+failing(next(iter(loader))[0])"""
+
+
+def test_no_parameter_is_gathered_on_one_rank(kernel: Kernel) -> None:
+    """Stage 3 gathers those that are read in a forward pass, which this one is in."""
+    assert "ValueError" in kernel.run(FAILING).error["evalue"]
+    for name in ("failing", "failing.last.weight", "failing.forward", "forward"):
+        assert answer(kernel, "inspect", f"%%dist\n{name}")["found"]
+    found = answer(kernel, "inspect", "%%dist\nfailing.last.forward")
+    assert "forward(input: torch.Tensor)" in found["data"]["text/plain"]
+    assert kernel.run("%%dist\ndist.barrier()").status == "ok"
+
+
+def test_filters_of_warnings_that_are_set_meanwhile_stay() -> None:
+    class Value:
+        def __dir__(self) -> list[str]:
+            warnings.simplefilter("ignore", ResourceWarning)  # as the main thread may
+            return ["attribute"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shell = InteractiveShell()
+        shell.user_ns["value"] = Value()
+        assert completer_of(shell)("value.at") == (5, [(".attribute", "attribute")])
+        assert warnings.filters[0][2] is ResourceWarning
 
 
 def test_the_extension_is_loaded_again(kernel: Kernel) -> None:

@@ -85,24 +85,35 @@ def display_pages(shell: Any) -> None:
     shell.set_hook("show_in_pager", page.as_hook(page.display_page), 0)
 
 
-@GATE.needs(f"{_SHELL}._ofind")
-def value_of(shell: Any, name: str) -> Any:
-    """What a name stands for, such as "model.forward"; KeyError where it is nothing."""
-    found = shell._ofind(name)
-    if not found.found:
-        raise KeyError(name)
-    return found.obj
+def help_on(shell: Any, value: Any, name: str, *, with_source: bool) -> str:
+    """What IPython shows of a function or a class, without colours."""
+    found = shell.inspector.info(value, name, detail_level=int(with_source))
+    return "\n".join(
+        f"{title}:{separator}{found[field]}"
+        for title, field, separator in (
+            ("Signature", "definition", " "),
+            ("Init signature", "init_definition", " "),
+            ("Docstring", "docstring", "\n"),
+            ("Source", "source", "\n"),
+            ("File", "file", " "),
+            ("Type", "type_name", " "),
+        )
+        if found[field]
+    )
 
 
 MOST_COMPLETIONS = 1000
 """More than anyone reads."""
 
 
+@GATE.needs("IPython.core.completer:IPCompleter._complete")
 def completer_of(shell: Any) -> Callable[[str], tuple[int, list[tuple[str, str]]]]:
     """What completes code by the shell's variables: where what it completes begins, and
-    what may stand there, each with its type. IPython calls this part provisional.
+    what may stand there, each with its type.
 
-    Without jedi, which reads source files, at first for seconds.
+    Without jedi, which reads source files, at first for seconds. What is public of this
+    warns that it is provisional, and to silence that would put back the filters of
+    warnings that another thread sets meanwhile.
     """
     from IPython.core import completer
 
@@ -114,13 +125,20 @@ def completer_of(shell: Any) -> Callable[[str], tuple[int, list[tuple[str, str]]
     )
 
     def completed(code: str) -> tuple[int, list[tuple[str, str]]]:
-        with completer.provisionalcompleter():
-            found = completer.rectify_completions(
-                code, own.completions(code, len(code))
-            )
-            words = [*found][:MOST_COMPLETIONS]
-        start = words[0].start if words else len(code)
-        return start, [(each.text, each.type) for each in words]
+        _, _, line = code.rpartition("\n")
+        results = own._complete(
+            full_text=code,
+            cursor_line=code.count("\n"),
+            cursor_pos=len(line),
+        ).values()
+        found = [
+            (len(code) - len(result["matched_fragment"]), each)
+            for result in results
+            for each in result["completions"]
+        ]
+        start = min((place for place, _ in found), default=len(code))
+        words = {code[start:at] + each.text: each.type or "" for at, each in found}
+        return start, [*words.items()][:MOST_COMPLETIONS]
 
     return completed
 
