@@ -4,7 +4,10 @@ import gzip
 import json
 import re
 import textwrap
+import time
 import zipfile
+from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from labkit import Lab
 from labkit import RankError
 from labkit.notebook.execution.errors import CellTimeoutError
 from labkit.notebook.execution.script_file import read_script
+from labkit.rank.scripts.left_running import Started
+from labkit.rank.scripts.modules import OwnModules
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -961,3 +966,37 @@ def test_the_magic_keeps_its_own_options(kernel: Kernel, tmp_path: Path) -> None
     found = kernel.run(f"%dist_export {tmp_path / 'again.py'}").stderr
     assert "launch that by itself" in found
     assert not (tmp_path / "again.py").exists()
+
+
+def test_what_a_pool_has_to_do_may_submit_more() -> None:
+    started = Started(OwnModules([Path("nowhere")], frozenset()))
+    futures: list[Future[Any]] = []
+
+    def submit_more() -> bool:
+        """As a thread of the pool may while that is asked."""
+        futures.append(pool.submit(time.sleep, 0.1))
+        return False
+
+    with ThreadPoolExecutor(1) as pool, started.noting():
+        futures.append(pool.submit(time.sleep, 0.1))
+        setattr(futures[0], "done", submit_more)  # noqa: B010
+        futures[0].add_done_callback(lambda _: submit_more())
+        started.wait_for_threads()
+        assert len(futures) > 1
+        assert all(each.done() for each in futures[1:])
+
+
+def test_a_weak_reference_that_a_script_leaves_is_no_error(
+    lab: Lab, here: Path
+) -> None:
+    script = "import weakref\nclass Model: pass\ngone = weakref.proxy(Model())\n"
+    lab.import_script(write(here, script), live=False)
+
+
+def test_an_engine_that_was_not_made_hides_no_error(lab: Lab, here: Path) -> None:
+    script = HAS_AN_ENGINE.replace(
+        '"zero_optimization"', '"optimizer": {"type": "Unknown"}, "zero_optimization"'
+    ).replace("optimizer=torch.optim.AdamW(model.parameters()),", "")
+    assert script.count("Unknown") == 1
+    with pytest.raises(RankError, match="Unknown is not a supported DeepSpeed"):
+        lab.import_script(write(here, script), [1], live=False)

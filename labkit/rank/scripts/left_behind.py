@@ -27,7 +27,8 @@ def forget_values(namespaces: Iterable[dict[str, Any]]) -> None:
         if id(names) in in_use:
             continue
         for name, value in list(names.items()):
-            if name not in _OF_MODULES and not isinstance(value, _KEPT):
+            # isinstance asks the value, too, which may be lazy, or a weak reference.
+            if name not in _OF_MODULES and not issubclass(type(value), _KEPT):
                 names[name] = None
     gc.collect()
 
@@ -36,7 +37,7 @@ def write_files() -> None:
     """Write what open files still have in their buffers: Python does when a process
     ends, and what keeps a file here may be kept for good."""
     for each in gc.get_objects():
-        if not issubclass(type(each), io.IOBase):  # isinstance asks what is lazy, too
+        if not issubclass(type(each), io.IOBase):
             continue
         with contextlib.suppress(Exception):  # closed, or has no file
             # A pipe would wait for who reads it.

@@ -4,7 +4,6 @@ import concurrent.futures
 import contextlib
 import sys
 import threading
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from concurrent.futures import Future
@@ -28,7 +27,7 @@ class Started:
         self._modules = modules
         self._threads: list[threading.Thread] = []
         self._processes: list[BaseProcess] = []
-        self._submitted: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
+        self._pending: set[Future[Any]] = set()
         self._is_to_wait = False
 
     @contextlib.contextmanager
@@ -71,7 +70,8 @@ class Started:
 
         def noted(*args: Any, **kwargs: Any) -> Future[Any]:
             future = submit(*args, **kwargs)
-            self._submitted.add(future)
+            self._pending.add(future)
+            future.add_done_callback(self._pending.discard)
             return future
 
         pool.submit = noted  # type: ignore[method-assign]
@@ -84,7 +84,7 @@ class Started:
         for each in self._threads:
             if not each.daemon:
                 each.join()
-        while pending := [each for each in self._submitted if not each.done()]:
+        while pending := list(self._pending):  # what they do may submit more meanwhile
             concurrent.futures.wait(pending)
 
     def _end_processes(self) -> None:

@@ -122,9 +122,10 @@ def agree_on_ids(peers: Peers) -> None:
 
 
 def destroy(engine: Any) -> None:
-    for each in engine.module.modules():
-        vars(each).pop("__deepcopy__", None)
-    with contextlib.suppress(Exception):  # its process group may be gone
+    # Its process group may be gone, and one that a script failed to make has no module.
+    with contextlib.suppress(Exception):
+        for each in engine.module.modules():
+            vars(each).pop("__deepcopy__", None)
         land_parameters(engine)
         engine.destroy()
 
