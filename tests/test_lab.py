@@ -6,6 +6,8 @@ import io
 import os
 import socket
 import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +33,11 @@ from labkit.rank.terminal.console import MAX_FLUSHES
 from labkit.rank.terminal.console import WRITE_COST
 from labkit.rank.terminal.console import Pace
 from labkit.rank.terminal.console import flush_what_was_written
+from labkit.rank.terminal.console import keep_unsent
 from labkit.rank_spec import parse_ranks
+from labkit.unsent import Tail
+from labkit.unsent import shared_pages
+from labkit.unsent import unsent_output
 
 Captured = pytest.CaptureFixture[str]
 
@@ -642,6 +648,21 @@ def test_what_forks_print_is_shown(
         )
         wait_until(is_shown, 20, "what workers print")
     assert shown.count("out") == shown.count("err") == 4
+
+
+def test_a_fork_sends_nothing_in_the_place_of_a_rank(tmp_path: Path) -> None:
+    """One that has kept `write`, as a bar does: what the rank has not sent stays so."""
+
+    def take() -> Iterator[tuple[dict[str, Any], str]]:
+        yield {}, "text"
+
+    stream = SimpleNamespace(write=len, _flush_buffers=take)
+    keep_unsent(stream, Tail(shared_pages(tmp_path / "unsent"), "stdout"))
+    stream.write("goodbye")
+    if (pid := os.fork()) == 0:
+        os._exit([*stream._flush_buffers()] != [({}, "text")])
+    assert os.waitpid(pid, 0)[1] == 0
+    assert unsent_output(tmp_path / "unsent") == {"stdout": "goodbye"}
 
 
 def test_a_flush_during_a_write_does_not_take_the_place_of_the_next() -> None:

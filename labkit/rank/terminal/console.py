@@ -164,6 +164,9 @@ def keep_unsent(stream: Any, tail: Tail) -> None:
 
     def wrap(take: Taking) -> Taking:
         def take_and_note() -> Iterator[tuple[dict[str, Any], str]]:
+            if os.getpid() != process:  # the pages are those of the rank
+                yield from take()
+                return
             with lock:
                 held, num_written = [*take()], tail.num_written
             yield from held
