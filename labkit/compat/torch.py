@@ -21,6 +21,9 @@ from labkit.compat.gate import Gate
 
 GATE = Gate("torch")
 
+OF_MODULES = ("_modules", "_parameters", "_buffers")
+"""Where a module has what is assigned to it."""
+
 Overflows = dict[torch.device, torch.Tensor]
 """By device: 1.0 if a gradient there is infinite or NaN, otherwise 0.0."""
 Unscale = Callable[[Any], Overflows]

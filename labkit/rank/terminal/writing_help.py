@@ -9,9 +9,7 @@ from typing import Any
 
 from labkit.compat.ipython import completer_of
 from labkit.compat.ipython import help_on
-
-OF_MODULES = ("_modules", "_parameters", "_buffers")
-"""Where a module of torch has what is assigned to it."""
+from labkit.compat.torch import OF_MODULES
 
 
 class WritingHelp:
