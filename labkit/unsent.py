@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 
 STREAMS = ("stdout", "stderr")
-SIZE = 2**16
+SIZE = 2**14
 """Bytes that are kept of a stream."""
 
 _COUNTS = struct.Struct("<QQ")
