@@ -1008,7 +1008,7 @@ class Lab:
             return len(code), []
         return found["start"], [(text, kind) for text, kind in found["words"]]
 
-    def help_of(self, name: str, with_source: bool = False) -> str:
+    def help_of(self, name: str, *, with_source: bool = False) -> str:
         """Describe a variable of rank 0, also while a cell runs.
 
         Parameters

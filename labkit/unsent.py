@@ -81,7 +81,7 @@ def unsent_output(path: Path) -> dict[str, str]:
             continue
         num_written, num_sent = _COUNTS.unpack_from(part)
         ring = part[_COUNTS.size :]
-        num_unsent = num_written - num_sent
+        num_unsent = max(num_written - num_sent, 0)  # a SIGKILL may tear the counts
         num_kept = min(num_unsent, SIZE)
         begin = (num_written - num_kept) % SIZE
         kept = (ring[begin:] + ring[:begin])[:num_kept]

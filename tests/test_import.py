@@ -671,7 +671,6 @@ def test_a_thread_of_a_script_that_goes_on_has_its_names(
 ) -> None:
     lab.import_script(write(here, KEEPS_FILES + WATCHES), live=False)
     assert [(here / f"text-{rank}").read_text() for rank in range(2)] == ["written"] * 2
-    lab.run("import time; time.sleep(0.3)")
     (here / "stop").touch()
     lab.run(
         "import threading\n"

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from labkit.rank.loss.graph import _takes_some_in_order
 from labkit.rank.loss.kind import BALANCE
 from labkit.rank.loss.kind import BY_COUNTS
 from labkit.rank.loss.kind import CONSTANT
@@ -462,6 +463,12 @@ NOTED: dict[str, tuple[Loss, str]] = {
 
 def noted(make: Loss, num_samples: int | None = 4) -> str | None:
     return LossWatch().look(make(X.clone().requires_grad_()), num_samples, 1)
+
+
+def test_places_in_what_has_no_known_shape_are_no_error() -> None:
+    taken = (P * 2)[HARDEST].grad_fn
+    assert _takes_some_in_order(taken, "Index", tuple(P.shape))
+    assert not _takes_some_in_order(taken, "Index", ())
 
 
 @pytest.mark.parametrize("name", RIGHT)

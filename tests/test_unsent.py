@@ -45,6 +45,13 @@ def test_a_line_says_how_much_is_lost(tmp_path: Path) -> None:
     assert lines == [f"{number:07}" for number in range(SIZE - SIZE // 8, SIZE)]
 
 
+def test_counts_that_a_kill_has_torn_show_nothing(tmp_path: Path) -> None:
+    tail = Tail(shared_pages(tmp_path / "unsent"), "stdout")
+    tail.add("sent already\n")
+    tail.note_sent(tail.num_written + 5)
+    assert unsent_output(tmp_path / "unsent") == {}
+
+
 def test_a_disk_that_is_nearly_full_is_an_error(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, limits[1]))

@@ -2,7 +2,6 @@
 
 import functools
 import html
-import re
 from typing import Any
 
 from labkit.magics.current import running_lab
@@ -21,16 +20,13 @@ def add_help_of_ranks(shell: Any) -> None:
             return found
         except KeyError:
             lab = running_lab()
-            text = lab.help_of(name, detail_level > 0) if lab and name else ""
+            if lab is None or not name:
+                raise
+            text = lab.help_of(name, with_source=detail_level > 0)
             if not text:
                 raise
             text = f"On rank 0:\n{text}"
             # ipykernel takes a bundle without HTML for a name that was not found.
-            return {"text/plain": text, "text/html": f"<pre>{plain(text)}</pre>"}
+            return {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
 
     shell.object_inspect_mime = inspect
-
-
-def plain(text: str) -> str:
-    """The text without a terminal's colours, as HTML."""
-    return html.escape(re.sub(r"\x1b\[[\d;]*m", "", text))

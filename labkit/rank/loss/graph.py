@@ -666,7 +666,7 @@ def _takes_some_in_order(node: Any, kind: str, sizes: tuple[int, ...]) -> bool:
         given = given[0] if given else None
     elif _reduced(saved_number(node, "dim"), len(sizes)) != {0}:
         return False
-    if not isinstance(given, torch.Tensor) or given.dim() != 1:
+    if not (sizes and isinstance(given, torch.Tensor) and given.dim() == 1):
         return False
     is_some = 1 < given.numel() < sizes[0] and len(given.unique()) == given.numel()
     return is_some and bool((given.diff() < 0).any())

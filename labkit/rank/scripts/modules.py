@@ -80,7 +80,7 @@ class OwnModules:
                 self._folders += [Path(each).absolute() for each in added]
             loaded = self.loaded().items()
             own = {k: each for k, each in loaded if kept.get(k) is not each}
-            self.ended = [vars(each) for each in own.values()]
+            self.ended = [vars(m) for m in own.values() if hasattr(m, "__dict__")]
             self._forget(own)
             sys.modules.update(before)
 
