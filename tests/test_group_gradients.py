@@ -4,8 +4,8 @@ import pytest
 
 from labkit import Lab
 from labkit import RankError
-from labkit.rank.loop.own_gradients import group_gradient_use
-from labkit.rank.loop.own_gradients import group_value_use
+from labkit.rank.code.own_gradients import group_gradient_use
+from labkit.rank.code.own_gradients import group_value_use
 
 READS = [
     "for g in opt.param_groups:\n    clip_grad_norm_(g['params'], 1.0)",

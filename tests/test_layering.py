@@ -79,7 +79,14 @@ ROOMS = [
     ],
     [
         *("rank", "rank.telemetry", "rank.measuring", "rank.group", "rank.data"),
-        *("rank.loss", "rank.loop", "rank.steps", "rank.training", "rank.profiling"),
+        *(
+            "rank.loss",
+            "rank.code",
+            "rank.loop",
+            "rank.steps",
+            "rank.training",
+            "rank.profiling",
+        ),
         *("rank.scripts", "rank.terminal", "rank.engine"),
     ],
     [

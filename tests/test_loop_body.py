@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from labkit.rank.loop.loop_body import MARK
-from labkit.rank.loop.loop_body import extra_work
-from labkit.rank.loop.loop_body import kept_of_samples
-from labkit.rank.loop.loop_body import sum_over_all
-from labkit.rank.loop.loop_body import update_by_batch_size
-from labkit.rank.loop.loop_body import use_of_batch_size
+from labkit.rank.code.batch_sizes import update_by_batch_size
+from labkit.rank.code.batch_sizes import use_of_batch_size
+from labkit.rank.code.exchanges import sum_over_all
+from labkit.rank.code.kept_samples import kept_of_samples
+from labkit.rank.code.loop_body import extra_work
+from labkit.rank.code.trees import MARK
 from labkit.rank.training import whole_text
 from labkit.rank.training.whole_text import with_functions
 

@@ -4,7 +4,7 @@ from textwrap import indent
 
 import pytest
 
-from labkit.rank.loop.rank_guards import lonely_use
+from labkit.rank.code.rank_guards import lonely_use
 
 PREPARE = "net, optimizer, loader = prepare(net, optimizer, data)\n"
 

@@ -1,1 +1,1 @@
-"""What a loop is given for a step, what is recorded of it, what its code shows."""
+"""What a loop is given for a step, and what is recorded of it."""

@@ -3,11 +3,11 @@ with `--accumulate`, than in one process with whole batches."""
 
 from collections.abc import Iterator
 
-from labkit.rank.loop.loop_body import extra_work
-from labkit.rank.loop.loop_body import kept_of_samples
-from labkit.rank.loop.loop_body import sum_over_all
-from labkit.rank.loop.loop_body import update_by_batch_size
-from labkit.rank.loop.loop_body import use_of_batch_size
+from labkit.rank.code.batch_sizes import update_by_batch_size
+from labkit.rank.code.batch_sizes import use_of_batch_size
+from labkit.rank.code.exchanges import sum_over_all
+from labkit.rank.code.kept_samples import kept_of_samples
+from labkit.rank.code.loop_body import extra_work
 from labkit.strategies import Strategy
 from labkit.train_options import TrainOptions
 

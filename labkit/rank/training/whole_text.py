@@ -16,8 +16,8 @@ from types import MethodType
 from types import ModuleType
 from typing import Any
 
-from labkit.rank.loop.loop_body import MARK
-from labkit.rank.loop.loop_body import parsed
+from labkit.rank.code.trees import MARK
+from labkit.rank.code.trees import parsed
 
 LIBRARIES = [
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),

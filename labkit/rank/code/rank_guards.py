@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from labkit.rank.loop.loop_body import line_of
-from labkit.rank.loop.loop_body import name_of
-from labkit.rank.loop.loop_body import tree_of
+from labkit.rank.code.trees import line_of
+from labkit.rank.code.trees import name_of
+from labkit.rank.code.trees import tree_of
 
 RANK_NAMES = {"rank", "local_rank", "global_rank", "RANK", "LOCAL_RANK", "is_main"}
 RANK_CALLS = {"get_rank", "is_main_process", "is_rank_0"}

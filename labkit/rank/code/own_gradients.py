@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from labkit.rank.loop.loop_body import name_of
-from labkit.rank.loop.loop_body import new_tree_of
-from labkit.rank.loop.loop_body import tree_of
+from labkit.rank.code.trees import name_of
+from labkit.rank.code.trees import new_tree_of
+from labkit.rank.code.trees import tree_of
 
 CLIPPING = {"clip_grad_norm_", "clip_grad_value_", "clip_grad_norm", "get_total_norm"}
 """Functions that read the gradients of parameters."""
