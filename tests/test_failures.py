@@ -198,6 +198,24 @@ for x, y in loader:
     assert not re.search(r"File .*labkit/strategies", text)
 
 
+def test_a_name_that_an_optimizer_does_not_have_is_shown_where_it_is_written(
+    lab: Lab,
+) -> None:
+    code = """
+model = torch.nn.Linear(3, 1)
+sgd = torch.optim.SGD(model.parameters())
+data = torch.utils.data.TensorDataset(torch.ones(4, 3), torch.ones(4, 1))
+model, optimizer, loader = prepare(model, sgd, data, batch_size=4)
+optimizer.zero_gard()
+"""
+    with pytest.raises(RankError, match="'SGD' object has no attribute") as caught:
+        lab.train("ddp", code, live=False)
+    text = errors.COLOUR.sub("", "\n".join(caught.value._render_traceback_()))
+    assert "optimizer.zero_gard()" in text
+    assert "labkit" not in text
+    assert "frames)" not in text
+
+
 def test_variables_that_a_failed_function_has_kept_stay(lab: Lab) -> None:
     code = """
 def fail(value):

@@ -50,6 +50,7 @@ def test_a_parameter_that_one_rank_changes_is_named_with_the_step(
     assert first.startswith(
         "rank 1's copy of 1.bias differs from that of rank 0 from step 15 on"
     )
+    assert "Set it to the same on all ranks" in "".join(run.mismatches)
     assert f"labkit: {first}\n" in capsys.readouterr().err
 
 

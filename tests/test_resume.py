@@ -546,6 +546,72 @@ def test_a_grad_scaler_goes_on_and_an_average_beside_the_model_is_noted(
         assert "has changed in average: this run begins" in note
 
 
+COUNTED = """
+x = torch.arange(64.0).reshape(16, 4) / 64
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(4, 1)
+model, optimizer, loader = prepare(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), data, batch_size=4
+)
+step = {step}
+for epoch in range(3):
+    for number, (x, y) in enumerate({batches}):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step) + 0.01 * number
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+"""
+COUNTED_IN_A_CLASS = """
+class Trainer:
+    step = 0
+
+    def train(self, epochs):
+        for epoch in range(epochs):
+            for x, y in self.loader:
+                if self.step == 6:
+                    return
+                torch.nn.functional.mse_loss(self.model(x), y).backward()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                self.step += 1
+"""
+
+
+def test_variables_by_which_a_resumed_loop_goes_on_are_noted(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    whole = train("ddp", COUNTED.format(step=0, batches="loader"), every=1)
+    assert whole.notes == []
+    forget_after(tmp_path / "kept", 6)  # of 4 an epoch
+    resumed = train("ddp", COUNTED.format(step=0, batches="loader"), resume=True)
+    [note] = resumed.notes
+    assert "after step 6: " in note
+    assert "number is 0 (was 1)" in note
+    assert "step is 0 (was 6)" in note
+
+    forget_after(tmp_path / "kept", 6)
+    batches = "loader, loader.position.batch"
+    mended = COUNTED.format(step="loader.steps_taken", batches=batches)
+    resumed = train("ddp", mended, resume=True)
+    assert resumed.notes == []
+    assert_goes_on(resumed, whole, after=6)
+
+
+def test_a_count_of_steps_in_an_attribute_is_noted(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    before = COUNTED.partition("step =")[0] + COUNTED_IN_A_CLASS
+    begin = "t = Trainer()\nt.model, t.optimizer, t.loader = model, optimizer, loader\n"
+    train("fsdp", before + begin + "t.train(1)")
+    resumed = train("fsdp", before + begin + "t.train(3)", resume=True)
+    assert resumed.num_steps > 6
+    [note] = resumed.notes
+    assert "self.step is 0 (was 4)" in note
+
+
 COUNTS = """
 class Counts(torch.nn.Module):
     def __init__(self):

@@ -441,6 +441,7 @@ def test_a_norm_of_the_states_is_of_all_or_noted(
     exec(LOOP_AFTER_IT + norm, here)
     is_of_all = strategy in ("ddp", "fsdp", "hsdp")
     as_before = "optimizer.load_state_dict(optimizer.state_dict())\n"
+    as_before += "import copy\nkept = copy.deepcopy(optimizer.state)\nassert kept"
     for more, is_noted in (as_before, False), (norm, not is_of_all):
         lab.run(BROUGHT)
         run = train(lab, strategy, PREPARED + LOOP_AFTER_IT + more)

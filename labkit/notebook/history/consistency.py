@@ -18,6 +18,11 @@ NO_LONGER_ONE = (
     ", so they no longer hold one model. To train on, load a checkpoint, or build "
     "model and optimizer again and prepare them"
 )
+SET_ALIKE = (
+    ". Set it to the same on all ranks: to what rank 0 has, by "
+    "torch.distributed.broadcast, or to the mean over the ranks, by "
+    "torch.distributed.all_reduce"
+)
 BUFFER_DIFFERS = (
     "{} is not the same on all ranks: each rank updates it from its own samples, where "
     "one process updates it from the whole batch. In forward, average the update over "
@@ -113,6 +118,8 @@ def parameter_mismatches(notes: Mapping[int, ReplicaNotes]) -> list[str]:
                 )
             if len(columns) > MAX_NAMES:
                 found[-1] += f"; the same goes for {len(columns) - MAX_NAMES} more"
+            if columns:
+                found[-1] += SET_ALIKE
     return list(dict.fromkeys(found))
 
 

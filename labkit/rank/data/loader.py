@@ -112,6 +112,8 @@ class RankLoader(AsGiven):
         """Entered as long as the loop has a batch of such a share."""
         self.refuse: Callable[[UnsupportedLoopError], None] = lambda refusal: None
         """Called in a thread of the cell's, to end the cell with this error."""
+        self.count_steps: Callable[[], int] = lambda: 0
+        """Gives `steps_taken`."""
         self.on_twice: Callable[[], None] = lambda: None
         """Called where the loop goes on with a pass, and has begun another one."""
         self._is_twice = False
@@ -140,6 +142,12 @@ class RankLoader(AsGiven):
         return len(self.batches) // self.batches.dealer.accumulate
 
     @property
+    def steps_taken(self) -> int:
+        """Optimizer steps that the run has taken, with those before it was resumed: at
+        which a loop that counts its own begins."""
+        return self.count_steps()
+
+    @property
     def given(self) -> frozenset[StorageWeakRef]:
         """Where the batch is that the loop had last."""
         found = self._given
@@ -156,8 +164,16 @@ class RankLoader(AsGiven):
 
     @property
     def position(self) -> LoaderPosition:
-        """The position of its loop, between two optimizer steps."""
-        return LoaderPosition(*(self._at or (self.num_epochs + 1,)))
+        """The position of its loop, between two optimizer steps; between two passes
+        that at which the next one begins."""
+        if self._at is None:
+            epoch = self.num_epochs + 1
+            return (
+                self.resume_at
+                if epoch == self.resume_at.epoch
+                else LoaderPosition(epoch)
+            )
+        return LoaderPosition(*self._at)
 
     def share(
         self, dataset: Dataset[Any] | DataLoader[Any], *, batch_size: int | None = None

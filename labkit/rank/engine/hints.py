@@ -78,9 +78,10 @@ NO_NUMPY = (
 TWICE = (
     "if the loop differentiates a graph twice (retain_graph=True, create_graph=True): "
     "zero3, fsdp and hsdp free parameters that the second pass needs; use ddp, zero1 "
-    "or zero2. The same goes for a layer that hands on what it computes without "
-    "returning it, for example as an attribute of its own or in a dict that it is "
-    "given: have it return that"
+    "or zero2. If it calls the forward method of a layer: write layer(x) in place of "
+    "layer.forward(x), or the layer does not gather its parameters. If a layer hands "
+    "on what it computes without returning it, for example as an attribute of its own "
+    "or in a dict that it is given: have it return that"
 )
 RETURNED_PARAMETER = (
     "if forward returns a parameter: under zero3 it is in parts when its gradient "

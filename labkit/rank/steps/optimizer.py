@@ -595,7 +595,9 @@ class StateInParts(MutableMapping[Any, Any]):
         return repr(self.found)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.found, memo)
+        # A parameter of a stage stays: all ranks would gather it, and each has others.
+        own = {id(key): key for key in self.found if isinstance(key, StagedParameter)}
+        return copy.deepcopy(self.found, own | memo)
 
     def copy(self) -> Any:
         return self.found.copy()

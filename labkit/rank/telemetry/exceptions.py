@@ -44,8 +44,8 @@ CALLED = {
 FIT = "Session.fit"
 CALLS_OF_FIT = ("Scores.__call__", "Prepared.train_batch")
 """Where it calls what is the user's."""
-PASS_ON = ("__torch_dispatch__", "__torch_function__")
-"""Methods that see an operation, and have it done."""
+PASS_ON = ("__getattr__", "__torch_dispatch__", "__torch_function__")
+"""Methods that see an operation, and have it done, or ask what they stand for."""
 
 
 class TextOnlyError(Exception):
@@ -155,7 +155,7 @@ def show_in_short(shell: Any, on_shown: Callable[[BaseException], None]) -> None
     ) -> list[str]:
         for each in chain(error):
             end_at_users_line(each)
-        num_frames = len(list(traceback.walk_tb(frames)))
+        num_frames = len(of_users(frames))
         for each in chain(error):
             each.__traceback__ = shortened(each.__traceback__)
         frames = shortened(frames)
@@ -189,11 +189,9 @@ def has_str(error: BaseException) -> bool:
     return True
 
 
-def shortened(frames: TracebackType | None) -> TracebackType | None:
-    """A traceback's first and last frames; of a recursion the first two rounds.
-
-    Without those of IPython between a cell and the script that it runs.
-    """
+def of_users(frames: TracebackType | None) -> list[TracebackType]:
+    """A traceback without the frames of IPython between a cell and the script that it
+    runs, and those of labkit that only pass on."""
     every: list[TracebackType] = []
     while frames is not None:
         every.append(frames)
@@ -203,11 +201,17 @@ def shortened(frames: TracebackType | None) -> TracebackType | None:
     every = without_fit([each for each in every if not passes_on(each)])
     every = without_ours(every)
     inner = [not is_machinery(each) for each in every]
-    every = [
+    return [
         each
         for place, each in enumerate(every)
         if inner[place] or (place == 0 and not begins) or not any(inner[place:])
     ]
+
+
+def shortened(frames: TracebackType | None) -> TracebackType | None:
+    """A traceback's first and last frames; of a recursion the first two rounds."""
+    every = of_users(frames)
+    frames = None
     if len(every) > 2 * SHOWN_FRAMES:
         rounds: Counter[Any] = Counter()
         kept = []

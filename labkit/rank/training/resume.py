@@ -35,6 +35,7 @@ from labkit.rank.steps.optimizer import watching_schedulers
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.cell_checkpoints import prefix
 from labkit.rank.training.unsaved import NOT_SAVED
+from labkit.rank.training.unsaved import OTHER_VARIABLES
 from labkit.rank.training.unsaved import Unsaved
 from labkit.records import CheckpointPlan
 from labkit.step_folders import last_in
@@ -79,6 +80,8 @@ class SavedLoop:
     """The state of each of the loop's own."""
     unsaved: list[str] = field(default_factory=list)
     """Modules that the loop has changed, and that are not in the checkpoint."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """What others had by which the loop goes on, in words."""
     given: list[list[dict[str, Any]]] = field(default_factory=list)
     """The settings that each optimizer came to `prepare` with, by group."""
 
@@ -101,9 +104,11 @@ class RunCheckpointer(Observer):
         seed: int,
         on_checkpoint: Callable[[int], None],
         note: Callable[[str], None],
+        read_code: Callable[[], str] = str,
     ) -> None:
         """`on_checkpoint(step)` is called when one is taken; `note(text)` with
-        a sentence about the cell's schedules."""
+        a sentence about the cell's schedules or variables; `read_code()` gives the
+        cell's text."""
         self._show_note = note
         self.is_replaying = plan is not None and plan.resume_from is not None
         self.first_step = 0
@@ -130,7 +135,7 @@ class RunCheckpointer(Observer):
         """Class and state of those that are yet to be restored, in the same order."""
         self._scalers: list[torch.amp.GradScaler] = []
         """Those of the loop's own, in the order in which they were first used."""
-        self._unsaved = Unsaved()
+        self._unsaved = Unsaved(read_code)
         self._given: list[list[dict[str, Any]]] = []
         """The settings that each optimizer came to `prepare` with, by group; those of
         the first cell where the run has resumed."""
@@ -221,6 +226,11 @@ class RunCheckpointer(Observer):
         if loader.num_epochs >= loader.resume_at.epoch:
             self._end_replay()
 
+    def end_epoch(self) -> None:
+        """A loader ends a pass, maybe the last: see what the loop has by then."""
+        if self._plan is not None and not self.is_replaying:
+            self._unsaved.variables()
+
     def between_steps(self, step: int, loader: RankLoader | None = None) -> None:
         """Take a checkpoint if it is time to."""
         if self._plan is None:
@@ -263,6 +273,7 @@ class RunCheckpointer(Observer):
             ],
             "scalers": [each.state_dict() for each in self._scalers],
             "unsaved": self._all_unsaved(),
+            "variables": self._unsaved.variables(),
             "given": self._given,
         }
         values = {"sections": sections, "user": {}, "loop": loop}
@@ -370,6 +381,7 @@ class RunCheckpointer(Observer):
         assert self._checkpoint is not None
         if self._saved is not None and self._saved.unsaved:
             self._show_note(NOT_SAVED.format(names=", ".join(self._saved.unsaved)))
+        self._note_variables()
         own = f"rng.{self._rank}."
         found = {
             name.removeprefix(own): self._checkpoint.tensor(name)
@@ -427,6 +439,17 @@ class RunCheckpointer(Observer):
         if others:
             said = ", ".join(f"{k}={a} (before: {b})" for k, (a, b) in others.items())
             self._show_note(OTHER_SETTINGS.format(settings=said))
+
+    def _note_variables(self) -> None:
+        """The loop goes on: does it have the variables that it had?"""
+        if self._saved is None or self._rank != 0:  # each may have other values
+            return
+        is_within = any(each.position.batch for each in self._saved.loaders)
+        others = self._unsaved.others_than(self._saved.variables, is_within=is_within)
+        if others:
+            names = ", ".join(others)
+            text = OTHER_VARIABLES.format(step=self._saved.step, names=names)
+            self._show_note(text)
 
     def _note_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """The loop uses one: its scale goes on where it was."""

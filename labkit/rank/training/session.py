@@ -176,6 +176,7 @@ class Session:
             seed=seed,
             on_checkpoint=lambda step: self._records.put(CHECKPOINT, step, step),
             note=self.note,
+            read_code=lambda: self.read_code(),
         )
         self._data = StepData(hooks, accumulate=options.accumulate, note=self.note)
         self._checks = LoopChecks(
@@ -837,6 +838,7 @@ class Session:
         if self.peers.size > 1:
             rank_loader.while_shared = self._noting_steps
         rank_loader.refuse = self._refuse
+        rank_loader.count_steps = lambda: self.num_steps
         if not batches.is_by_seed:
             rank_loader.on_twice = lambda: self.note(TWICE_AT_ONCE)
         return rank_loader

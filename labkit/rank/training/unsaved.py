@@ -1,11 +1,14 @@
-"""What a loop changes and no checkpoint has: in modules that `prepare` did not get, and
-beside the state of those that it got."""
+"""What a loop changes and no checkpoint has: in modules that `prepare` did not get,
+beside the state of those that it got, and in variables."""
 
 import contextlib
 import sys
 import weakref
+from collections import deque
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch import nn
 
 from labkit.compat.torch import is_plain
 from labkit.compat.torch import transient_buffers
+from labkit.rank.code.carried import carried_names
 from labkit.strategies.model.fingerprints import fingerprints
 
 LIBRARIES = ("labkit", "torch", "IPython", "ipykernel", "deepspeed")
@@ -26,19 +30,32 @@ NOT_SAVED = (
     "average.requires_grad_(False), a number by model.register_buffer(name, "
     "torch.tensor(value))"
 )
+OTHER_VARIABLES = (
+    "a checkpoint has no variables of the cell, and this run begins with others than "
+    "the loop had after step {step}: {names}. To go on as one process would, begin a "
+    "count of steps at loader.steps_taken, and number batches by "
+    "enumerate(loader, loader.position.batch). Have other numbers saved, as a part of "
+    "the model that prepare gets: model.register_buffer(name, torch.tensor(value))"
+)
 
 
 class Unsaved:
     """The modules that the loop has in variables, and what prepared models have beside
-    their states: whether the loop changes that."""
+    their states: whether the loop changes that. Of other variables, the values."""
 
-    def __init__(self) -> None:
+    def __init__(self, read_code: Callable[[], str]) -> None:
+        """`read_code()` gives the text of the cell."""
+        self._read_code = read_code
         self._seen: dict[str, tuple[weakref.ref[nn.Module], int]] = {}
         """By name, with what it was as it was first seen."""
         self._ours: set[int] = set()
         """Ids of the tensors of the prepared models."""
         self._beside: list[tuple[weakref.ref[nn.Module], dict[Any, Any]]] = []
         """Prepared models, and what they had beside their states as first seen."""
+        self._cell: dict[str, Any] = {}
+        """The variables of the cell."""
+        self._values: dict[str, str] = {}
+        """What others had by which the loop goes on, as they were seen last."""
 
     def look(self, prepared: Iterable[nn.Module]) -> None:
         """Note those of the loop that calls."""
@@ -72,17 +89,76 @@ class Unsaved:
                 ]
         return found
 
+    def variables(self) -> dict[str, str]:
+        """What there is in the variables by which the loop goes on: the one that calls,
+        or the last that did."""
+        changed, numbers = carried_names(self._read_code())
+        for name in changed | numbers:
+            if said := self._said_of(name, sys._getframe(1)):
+                self._values[name] = said
+        return self._values
+
+    def others_than(self, saved: Mapping[str, str], *, is_within: bool) -> list[str]:
+        """What of that is not as it was, where the loop that calls is to go on;
+        `is_within` a pass through its data."""
+        changed, numbers = carried_names(self._read_code())
+        found = []
+        for name, before in saved.items():
+            now = self._said_of(name, sys._getframe(1)) if name in changed else None
+            if name in numbers and is_within:
+                now = "0"
+            if now not in (None, before):
+                is_short = len(now) + len(before) < 50
+                found.append(f"{name} is {now} (was {before})" if is_short else name)
+        return found
+
+    def _said_of(self, name: str, frame: FrameType | None) -> str | None:
+        """What a variable has, of the user's functions that are under way, or of the
+        cell; None where there is none, or it is no number, tensor or list."""
+        name, _, attribute = name.partition(".")
+        places = []
+        while frame is not None and owner_of(frame) != "IPython":
+            if is_users(frame):
+                places.append(frame.f_locals)
+                if owner_of(frame) == "__main__":
+                    self._cell = frame.f_globals
+            frame = frame.f_back
+        place = next((each for each in places if name in each), self._cell)
+        value = place.get(name)
+        if attribute:
+            value = getattr(value, attribute, None)
+        return described(value)
+
     def _others(self, module: nn.Module) -> list[torch.Tensor]:
         """What it has beside the prepared models: a loss may have one in it."""
         return [each for each in tensors_of(module) if id(each) not in self._ours]
+
+
+def described(value: Any) -> str | None:
+    if isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, list | tuple | dict | set | deque):
+        return f"of length {len(value)}"
+    if not isinstance(value, torch.Tensor) or not is_plain(value) or value.is_meta:
+        return None
+    return f"tensor {fingerprint([value]) % 2**32:08x}" if value.numel() else None
+
+
+def owner_of(frame: FrameType) -> str:
+    """The package whose code it runs."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether it runs the cell, or a function of the user's."""
+    return owner_of(frame) not in LIBRARIES
 
 
 def modules_in(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
     """Those in variables of the user's functions that are under way, and of the cell;
     and in attributes of objects of the user's classes."""
     while frame is not None:
-        owner = str(frame.f_globals.get("__name__"))
-        if owner.partition(".")[0] not in LIBRARIES:
+        if is_users(frame):
             for name, value in list(frame.f_locals.items()):
                 if name.startswith("_"):
                     continue

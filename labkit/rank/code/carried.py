@@ -1,0 +1,296 @@
+"""Reads in a loop's text what it carries from one round to the next, and trains by."""
+
+import ast
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
+from labkit.rank.code.kept_samples import KEEPING
+from labkit.rank.code.trees import has_backward
+from labkit.rank.code.trees import name_of
+from labkit.rank.code.trees import named_in
+from labkit.rank.code.trees import names_in
+from labkit.rank.code.trees import number_in
+from labkit.rank.code.trees import prepared_names
+from labkit.rank.code.trees import takes_batches
+from labkit.rank.code.trees import tree_of
+
+Loop = ast.For | ast.While
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+SETTING = ast.Assign | ast.AugAssign | ast.AnnAssign
+ENDING = ast.Break | ast.Continue | ast.Return | ast.Raise
+
+REPORTS = re.compile(
+    r"print|log|info|debug|warn|write|set_[dp]|eval|valid|test|sampl|generat|plot|save|"
+    r"show|display|flush|sync|empty_cache|barrier|scalar|time|^train$|^update$",
+    re.IGNORECASE,
+)
+"""In the name of a function that shows or measures, and trains nothing."""
+RECORDS = re.compile(r"log|meter|metric|stat|hist|record|curve", re.IGNORECASE)
+"""In the name of what a loop has numbers in to show them."""
+COMPUTES = {
+    *("abs", "all_reduce", "bool", "detach", "float", "int", "item", "len", "max"),
+    *("mean", "min", "range", "round", "str", "sum", "tensor", "time", "tolist"),
+}
+"""Functions whose result is all that there is of them."""
+
+
+@functools.lru_cache(maxsize=1)
+def carried_names(code: str) -> tuple[frozenset[str], frozenset[str]]:
+    """What loops that train have from the rounds before, and decide or compute by: the
+    names that they change themselves, as a count of steps or the best loss so far, and
+    those in which `enumerate`, or `range`, counts batches from 0.
+
+    An attribute of `self` is as "self.step". Not what is only shown.
+    """
+    tree = tree_of(code)
+    loaders = prepared_names(tree, -1)
+    trains = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and has_backward(node.body)
+    }
+    changed: set[str] = set()
+    numbers: set[str] = set()
+    rounds: set[str] = set()
+    for loop in ast.walk(tree):
+        if isinstance(loop, Loop) and is_training(loop, trains):
+            changed |= carried_by(loop)
+            if isinstance(loop, ast.For):
+                numbers |= number_from_0(loop, loaders)
+                rounds |= count_of_rounds(loop)
+    found = _Uses(tree, trains).found
+    return frozenset(changed & found), frozenset(numbers & found | rounds)
+
+
+def is_training(loop: Loop, trains: set[str]) -> bool:
+    """Whether there is a backward pass in it, or a call of one of these functions."""
+    return has_backward(loop.body) or any(
+        isinstance(each, ast.Call) and name_of(each.func) in trains
+        for each in ast.walk(loop)
+    )
+
+
+def carried_by(loop: Loop) -> set[str]:
+    """The names that a round may use before it sets them, and that a round changes."""
+    used, changed = set[str](), set[str]()
+
+    def scan(body: Iterable[ast.stmt], given: set[str]) -> set[str]:
+        """The names that these statements leave set, who have `given` ones."""
+        for statement in body:
+            used.update(read_by(statement) - given)
+            changed.update(changed_by(statement))
+            given = given | {*set_by(statement)}
+            if isinstance(statement, ast.If):
+                given = scan(statement.body, given) & scan(statement.orelse, given)
+                continue
+            for inner in bodies_of(statement):
+                given = scan(inner, given)
+        return given
+
+    scan([loop], set())
+    within = {
+        name
+        for node in ast.walk(loop)
+        if isinstance(node, ast.comprehension)
+        for name in named_in(node.target)
+    }
+    return (used & changed) - within
+
+
+def number_from_0(loop: ast.For, loaders: set[str]) -> set[str]:
+    """The name in which `enumerate` numbers the batches of a loop, unless it says where
+    to begin."""
+    calls = [each for each in ast.walk(loop.iter) if isinstance(each, ast.Call)]
+    counts = [each for each in calls if name_of(each.func) == "enumerate"]
+    is_from_0 = all(len(each.args) == 1 and not each.keywords for each in counts)
+    return number_in(loop) if is_from_0 and names_in(loop.iter, loaders) else set()
+
+
+def count_of_rounds(loop: ast.For) -> set[str]:
+    """The name that goes through `range(200)` in a loop whose rounds each take a batch
+    by `next`: a run that resumes has as many rounds again."""
+    call = loop.iter
+    if not isinstance(call, ast.Call) or name_of(call.func) != "range":
+        return set()
+    is_from_0 = len(call.args) == 1 or isinstance(call.args[0], ast.Constant)
+    inner = [each for each in statements_in(loop.body) if isinstance(each, Loop)]
+    is_of_steps = takes_batches(loop, set()) and not any(
+        has_backward(each.body) for each in inner
+    )
+    return {*named_in(loop.target)} if is_from_0 and is_of_steps else set()
+
+
+def bodies_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The statements within it, by part."""
+    if isinstance(statement, FUNCTIONS | ast.ClassDef):
+        return
+    for part in ("body", "orelse", "finalbody"):
+        yield getattr(statement, part, [])
+    for handler in getattr(statement, "handlers", []):
+        yield handler.body
+
+
+def statements_in(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """All of them, outer ones first; none of functions that are defined within."""
+    for statement in body:
+        yield statement
+        for inner in bodies_of(statement):
+            yield from statements_in(inner)
+
+
+def own_parts(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Its expressions, without the statements within it."""
+    if isinstance(statement, FUNCTIONS | ast.ClassDef):
+        return
+    for child in ast.iter_child_nodes(statement):
+        if not isinstance(child, ast.stmt | ast.excepthandler):
+            yield child
+
+
+def read_by(statement: ast.stmt) -> set[str]:
+    """The names that a statement reads, without the statements within it."""
+    found: set[str] = set()
+    for part in own_parts(statement):
+        is_target = isinstance(statement, ast.Assign) and part in statement.targets
+        is_target |= part is getattr(statement, "target", None)
+        is_set = is_target and not isinstance(statement, ast.AugAssign)
+        is_own = isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self"
+        if is_set and (is_own or isinstance(part, ast.Name | ast.Tuple | ast.List)):
+            continue
+        found |= {*named_in(part)}
+    return found
+
+
+def set_by(statement: ast.stmt) -> Iterator[str]:
+    """The names to which a statement gives other values."""
+    targets: list[ast.AST] = []
+    if isinstance(statement, ast.Assign):
+        targets = [*statement.targets]
+    elif isinstance(statement, ast.AugAssign | ast.AnnAssign | ast.For):
+        targets = [statement.target]
+    elif isinstance(statement, ast.With):
+        targets = [each.optional_vars for each in statement.items if each.optional_vars]
+    waiting = [*targets]
+    while waiting:
+        target = waiting.pop()
+        if isinstance(target, ast.Tuple | ast.List | ast.Starred):
+            waiting += ast.iter_child_nodes(target)
+        elif isinstance(target, ast.Name):
+            yield target.id
+        elif isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+            yield f"self.{target.attr}"
+
+
+def changed_by(statement: ast.stmt) -> set[str]:
+    """The names that have something else after it: also what has an item set, or is
+    given something to keep."""
+    found = {*set_by(statement)}
+    if isinstance(statement, ast.Assign | ast.AugAssign):
+        targets = getattr(statement, "targets", None) or [statement.target]  # type: ignore[union-attr]
+        parts = [each.value for each in targets if isinstance(each, ast.Subscript)]
+        found |= {name for each in parts for name in named_in(each)}
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        function = statement.value.func
+        if isinstance(function, ast.Attribute) and function.attr in KEEPING:
+            found |= {*named_in(function.value)}
+    return found
+
+
+class _Uses:
+    """The names by whose values something is done, other than to show them."""
+
+    def __init__(self, tree: ast.Module, trains: set[str]) -> None:
+        self.found: set[str] = set()
+        self._trains = trains
+        self._of: defaultdict[str, set[str]] = defaultdict(set)
+        """By name, those that it is computed from."""
+        loops = (each for each in ast.walk(tree) if isinstance(each, Loop))
+        for loop in loops:
+            if is_training(loop, trains):
+                self._follow([loop])
+        waiting = [*self.found]
+        while waiting:
+            new = self._of[waiting.pop()] - self.found
+            self.found |= new
+            waiting += new
+
+    def _follow(
+        self, body: Iterable[ast.stmt], under: AbstractSet[str] = frozenset()
+    ) -> None:
+        """`under` are the names of the conditions under which it is done."""
+        for statement in body:
+            within = under
+            if isinstance(statement, ast.If):
+                test = {*named_in(statement.test)}
+                if not self._only_shows([*statement.body, *statement.orelse]):
+                    self.found |= test
+                within = under | test
+            elif isinstance(statement, ast.While):
+                self.found |= {*named_in(statement.test)}
+            elif isinstance(statement, ast.For):
+                self.found |= {*named_in(statement.iter)}
+            elif isinstance(statement, ast.Return):
+                self._see_calls(statement)
+            else:
+                self._see(statement, under)
+            for inner in bodies_of(statement):
+                self._follow(inner, within)
+
+    def _see(self, statement: ast.stmt, under: AbstractSet[str]) -> None:
+        of = read_by(statement)
+        into = changed_by(statement)
+        is_of_names = set(set_by(statement)) == into
+        if isinstance(statement, ast.Expr):
+            call = statement.value
+            if into:  # given something to keep
+                self._note(into, of, under)
+            elif isinstance(call, ast.Call) and not self._shows(call):
+                self.found |= of | under
+        elif isinstance(statement, SETTING):
+            if is_of_names or any(map(RECORDS.search, into)):
+                self._note(into, of, under)
+            else:  # an item, or an attribute, of what may be an optimizer
+                self.found |= of | under
+        self._see_calls(statement)
+
+    def _note(self, into: set[str], of: set[str], under: AbstractSet[str]) -> None:
+        for name in into:
+            self._of[name] |= of | under
+
+    def _see_calls(self, statement: ast.stmt) -> None:
+        """What functions that may train are given."""
+        for part in own_parts(statement):
+            for each in ast.walk(part):
+                if not isinstance(each, ast.Call) or self._shows(each):
+                    continue
+                if not computes(each):
+                    given = [*each.args, *(word.value for word in each.keywords)]
+                    self.found |= {name for one in given for name in named_in(one)}
+
+    def _shows(self, call: ast.Call) -> bool:
+        name = name_of(call.func)
+        return name not in self._trains and bool(REPORTS.search(name))
+
+    def _only_shows(self, body: list[ast.stmt]) -> bool:
+        """Whether these statements train nothing, and end nothing."""
+        return not any(
+            isinstance(each, ENDING)
+            or (isinstance(each, SETTING) and {*set_by(each)} != changed_by(each))
+            or (isinstance(each, ast.Expr) and self._may_train(each.value))
+            for each in statements_in(body)
+        )
+
+    def _may_train(self, value: ast.expr) -> bool:
+        if not isinstance(value, ast.Call) or name_of(value.func) in KEEPING:
+            return False
+        return not self._shows(value)
+
+
+def computes(call: ast.Call) -> bool:
+    """Whether all that there is of a call is its result."""
+    is_torchs = ast.unparse(call.func).startswith(("torch.", "math.", "np.", "F."))
+    return is_torchs or name_of(call.func) in {*COMPUTES, *KEEPING}
