@@ -24,7 +24,7 @@ SETTING = ast.Assign | ast.AugAssign | ast.AnnAssign
 ENDING = ast.Break | ast.Continue | ast.Return | ast.Raise
 
 REPORTS = re.compile(
-    r"print|log|info|debug|warn|write|set_[dp]|eval|valid|test|sampl|generat|plot|save|"
+    r"print|log|info|debug|warn|write|set_[dp]|eval|valid|test|sampl|generate|plot|save|"
     r"show|display|flush|sync|empty_cache|barrier|scalar|time|^train$|^update$",
     re.IGNORECASE,
 )
