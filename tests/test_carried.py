@@ -2,7 +2,11 @@
 
 import pytest
 
+from labkit.rank.code.batch_sizes import use_of_batch_size
 from labkit.rank.code.carried import carried_names
+from labkit.rank.code.carried import count_of_microbatches
+from labkit.rank.code.carried import taken_before
+from labkit.rank.code.kept_samples import count_by_dataset
 
 BEGIN = "model, optimizer, loader = prepare(model, sgd, data, batch_size=64)\n"
 STEP = (
@@ -146,3 +150,77 @@ def test_what_a_loop_trains_by_is_found(text: str, names: set[str]) -> None:
 @pytest.mark.parametrize(("text", "names"), NUMBERS.values(), ids=NUMBERS)
 def test_the_numbers_of_batches_are_found(text: str, names: set[str]) -> None:
     assert carried_names(BEGIN + text)[1] == names
+
+
+ACCURACY = (
+    "for epoch in range(3):\n    correct = seen = 0\n    for x, y in loader:\n" + STEP
+    + "        correct += (model(x).argmax(1) == y).sum().item()\n"
+    "        seen += len(x)\n"
+)  # fmt: skip
+PASS = "for x, y in loader:\n    counts += torch.bincount(y, minlength=9)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            ACCURACY + "    print(correct / len(loader.dataset))\n",
+            "line 11: correct / ",
+        ),
+        (ACCURACY + "    correct /= len(data)\n", "line 11: correct /= len(data)"),
+        ("size = len(data)\n" + ACCURACY + "    print(correct / size)\n", "line 12: "),
+        (ACCURACY + "    print(correct / seen, seen / len(loader))\n", None),
+        (
+            ACCURACY.replace(".item()", "") + "    dist.all_reduce(correct)\n"
+            "    print(correct / len(loader.dataset))\n",
+            None,
+        ),
+        (
+            "for x, y in test_loader:\n    correct += (model(x) == y).sum()\n"
+            "print(correct / len(test_loader.dataset))\n" + EPOCHS,
+            None,
+        ),
+    ],
+)
+def test_counts_of_a_rank_by_the_whole_dataset(text: str, found: str | None) -> None:
+    said = count_by_dataset(BEGIN + text)
+    assert said == found if found is None else str(said).startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (
+            PASS + "loss_fn = nn.CrossEntropyLoss(1 / counts)\n"
+            + EPOCHS.replace("F.cross_entropy", "loss_fn"),
+            "line 2: for x, y in loader:",
+        ),
+        (PASS + "print(counts)\n" + EPOCHS, None),
+        (PASS.replace("loader", "DataLoader(data, 64)") + EPOCHS, None),
+        ("for x, y in loader:\n    model(x)\n" + EPOCHS, None),
+    ],
+)  # fmt: skip
+def test_what_is_taken_of_a_rank_before_it_trains(text: str, found: str | None) -> None:
+    assert taken_before(BEGIN + text) == found
+
+
+def test_a_count_of_microbatches_by_which_a_loop_trains() -> None:
+    text = BEGIN + CARRIED["a weight of the loss"][0]
+    assert count_of_microbatches(text) == "line 10: step += 1"
+    once = "        if not optimizer.held_back:\n            step += 1\n"
+    assert count_of_microbatches(text.replace("        step += 1\n", once)) is None
+    shown = BEGIN + SHOWN_ALONE["a number by which it prints"]
+    assert count_of_microbatches(shown) is None
+
+
+def test_a_count_of_samples_by_which_a_loop_trains() -> None:
+    rate = (
+        "        rate = schedule(seen)\n"
+        "        for group in optimizer.param_groups:\n            group['lr'] = rate\n"
+    )
+    count = "        seen += len(x)\n"
+    text = BEGIN + "seen = 0\n" + EPOCHS
+    assert use_of_batch_size(text + rate + count) == "line 12: seen += len(x)"
+    assert use_of_batch_size(text + count + "        print(seen)\n") is None
+    mean = "        total += loss.item() * len(x)\n    scheduler.step(total / seen)\n"
+    assert use_of_batch_size(text + count + mean) is None

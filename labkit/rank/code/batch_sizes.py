@@ -4,13 +4,16 @@ part."""
 import ast
 from collections.abc import Iterator
 
+from labkit.rank.code.carried import used_names
 from labkit.rank.code.exchanges import EXCHANGES
 from labkit.rank.code.exchanges import has_exchanges
+from labkit.rank.code.exchanges import quotients
 from labkit.rank.code.loop_body import LEAVING
 from labkit.rank.code.loop_body import NO_SCHEDULER
 from labkit.rank.code.trees import VIEWS
 from labkit.rank.code.trees import line_of
 from labkit.rank.code.trees import name_of
+from labkit.rank.code.trees import named_in
 from labkit.rank.code.trees import names_in
 from labkit.rank.code.trees import names_stored
 from labkit.rank.code.trees import number_in
@@ -30,16 +33,23 @@ def use_of_batch_size(code: str) -> str | None:
     cell exchanges anything between ranks.
 
     That are the loss that it multiplies, gradients, an optimizer's option, the argument
-    of a scheduler's step, and a condition on which it ends or skips a batch.
+    of a scheduler's step, and a condition on which it ends or skips a batch; or a sum
+    of sizes, by which it does anything else than to show it.
     """
     tree = tree_of(code)
     if has_exchanges(code, [*EXCHANGES, "reduction="]):
         return None
     loaders = prepared_names(tree, -1)
+    # Of a mean over this rank's samples, which its own number is right for.
+    divided = (each for node in ast.walk(tree) for each in quotients(node))
+    divisors = {name for _, divisor in divided for name in named_in(divisor)}
     for loop in ast.walk(tree):
         if not (isinstance(loop, ast.For) and names_in(loop.iter, loaders)):
             continue
-        found = _Sizes(loop).first_use() if ".backward(" in ast.unparse(loop) else None
+        if ".backward(" not in ast.unparse(loop):
+            continue
+        sizes = _Sizes(loop)
+        found = sizes.first_use() or sizes.count(used_names(tree) - divisors)
         if found is not None:
             return line_of(found)
     return None
@@ -164,6 +174,15 @@ class _Sizes:
         """The first statement that trains with a size."""
         for node in self._nodes:
             if isinstance(node, ast.stmt) and self._trains_with(node):
+                return node
+        return None
+
+    def count(self, used: set[str]) -> ast.stmt | None:
+        """The first statement that adds a size to one of these."""
+        for node in self._nodes:
+            if not isinstance(node, ast.AugAssign) or not self._is_size(node.value):
+                continue
+            if used & {*named_in(node.target)}:
                 return node
         return None
 

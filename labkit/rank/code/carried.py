@@ -8,14 +8,18 @@ from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 
+from labkit.rank.code.exchanges import EXCHANGES
+from labkit.rank.code.exchanges import has_exchanges
 from labkit.rank.code.kept_samples import KEEPING
 from labkit.rank.code.trees import has_backward
+from labkit.rank.code.trees import line_of
 from labkit.rank.code.trees import name_of
 from labkit.rank.code.trees import named_in
 from labkit.rank.code.trees import names_in
 from labkit.rank.code.trees import number_in
 from labkit.rank.code.trees import prepared_names
 from labkit.rank.code.trees import takes_batches
+from labkit.rank.code.trees import trains_on_each
 from labkit.rank.code.trees import tree_of
 
 Loop = ast.For | ast.While
@@ -29,7 +33,7 @@ REPORTS = re.compile(
     re.IGNORECASE,
 )
 """In the name of a function that shows or measures, and trains nothing."""
-RECORDS = re.compile(r"log|meter|metric|stat|hist|record|curve", re.IGNORECASE)
+RECORDS = re.compile(r"log|meter|metric|stat|hist|record|curve|count", re.IGNORECASE)
 """In the name of what a loop has numbers in to show them."""
 COMPUTES = {
     *("abs", "all_reduce", "bool", "detach", "float", "int", "item", "len", "max"),
@@ -48,11 +52,7 @@ def carried_names(code: str) -> tuple[frozenset[str], frozenset[str]]:
     """
     tree = tree_of(code)
     loaders = prepared_names(tree, -1)
-    trains = {
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and has_backward(node.body)
-    }
+    trains = {*training_functions(tree)}
     changed: set[str] = set()
     numbers: set[str] = set()
     rounds: set[str] = set()
@@ -62,8 +62,71 @@ def carried_names(code: str) -> tuple[frozenset[str], frozenset[str]]:
             if isinstance(loop, ast.For):
                 numbers |= number_from_0(loop, loaders)
                 rounds |= count_of_rounds(loop)
-    found = _Uses(tree, trains).found
+    found = used_names(tree)
     return frozenset(changed & found), frozenset(numbers & found | rounds)
+
+
+def taken_before(code: str) -> str | None:
+    """The first line of a loop that goes through the loader without training, and takes
+    of it what other loops train by, as "line 12: for x, y in loader"; None if there is
+    none, or if the cell exchanges anything between ranks."""
+    tree = tree_of(code)
+    if has_exchanges(code, EXCHANGES):
+        return None
+    loaders = prepared_names(tree, -1)
+    trains = {*training_functions(tree)}
+    for loop in ast.walk(tree):
+        if not isinstance(loop, ast.For) or not names_in(loop.iter, loaders):
+            continue
+        if not is_training(loop, trains) and carried_by(loop) & used_names(tree):
+            return line_of(loop)
+    return None
+
+
+def count_of_microbatches(code: str) -> str | None:
+    """The first line by which a loop over batches counts its rounds, and trains by the
+    count, as "line 12: step += 1"; None if there is none. Not one that is done once a
+    step."""
+    tree = tree_of(code)
+    loaders = prepared_names(tree, -1)
+    for loop in ast.walk(tree):
+        if not isinstance(loop, Loop) or not trains_in_rounds(loop):
+            continue
+        if not takes_batches(loop, loaders) and not trains_on_each(loop):
+            continue
+        once = {
+            id(inner)
+            for node in ast.walk(loop)
+            if isinstance(node, ast.If) and "held_back" in ast.unparse(node.test)
+            for inner in ast.walk(node)
+        }
+        for each in statements_in(loop.body):
+            if not isinstance(each, ast.AugAssign) or id(each) in once:
+                continue
+            is_count = isinstance(each.value, ast.Constant)
+            if is_count and {*set_by(each)} & used_names(tree):
+                return line_of(each)
+    return None
+
+
+def trains_in_rounds(loop: Loop) -> bool:
+    """Whether there is a backward pass in its rounds, and in no loop within them."""
+    inner = [each for each in statements_in(loop.body) if isinstance(each, Loop)]
+    return has_backward(loop.body) and not any(
+        has_backward(each.body) for each in inner
+    )
+
+
+def used_names(tree: ast.Module) -> set[str]:
+    """The names by whose values loops that train do something."""
+    return _Uses(tree, {*training_functions(tree)}).found
+
+
+def training_functions(tree: ast.Module) -> Iterator[str]:
+    """Those of the text in which there is a backward pass."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and has_backward(node.body):
+            yield node.name
 
 
 def is_training(loop: Loop, trains: set[str]) -> bool:
@@ -117,10 +180,7 @@ def count_of_rounds(loop: ast.For) -> set[str]:
     if not isinstance(call, ast.Call) or name_of(call.func) != "range":
         return set()
     is_from_0 = len(call.args) == 1 or isinstance(call.args[0], ast.Constant)
-    inner = [each for each in statements_in(loop.body) if isinstance(each, Loop)]
-    is_of_steps = takes_batches(loop, set()) and not any(
-        has_backward(each.body) for each in inner
-    )
+    is_of_steps = takes_batches(loop, set()) and trains_in_rounds(loop)
     return {*named_in(loop.target)} if is_from_0 and is_of_steps else set()
 
 
@@ -212,6 +272,9 @@ class _Uses:
         for loop in loops:
             if is_training(loop, trains):
                 self._follow([loop])
+        for statement in statements_in(tree.body):
+            if isinstance(statement, SETTING):
+                self._note(changed_by(statement), read_by(statement), frozenset())
         waiting = [*self.found]
         while waiting:
             new = self._of[waiting.pop()] - self.found

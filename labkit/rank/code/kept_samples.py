@@ -1,14 +1,17 @@
-"""Reads in a loop's text what it keeps of its samples, a part of those of a batch, and
-trains with later."""
+"""Reads in a loop's text what it keeps, or counts, of its samples, which are a part of
+those of a batch."""
 
 import ast
+from collections.abc import Iterator
 
 from labkit.rank.code.exchanges import EXCHANGES
 from labkit.rank.code.exchanges import has_exchanges
+from labkit.rank.code.exchanges import quotients
 from labkit.rank.code.trees import COPIES
 from labkit.rank.code.trees import VIEWS
 from labkit.rank.code.trees import has_backward
 from labkit.rank.code.trees import line_of
+from labkit.rank.code.trees import name_of
 from labkit.rank.code.trees import named_in
 from labkit.rank.code.trees import names_in
 from labkit.rank.code.trees import number_in
@@ -46,6 +49,61 @@ def kept_of_samples(code: str) -> str | None:
             if found is not None:
                 return line_of(found)
     return None
+
+
+def count_by_dataset(code: str) -> str | None:
+    """The first line that divides what a loop counts of its batches by the length of
+    the whole dataset, as "line 12: correct / len(loader.dataset)"; None if there is
+    none, or if the cell exchanges anything between ranks."""
+    tree = tree_of(code)
+    if has_exchanges(code, [".share", "reduce("]):
+        return None
+    loaders = prepared_names(tree, -1)
+    data = {*given_data(tree)}
+    datasets = {f"len({each}{part})" for each in data for part in ("", ".dataset")}
+    for loop in ast.walk(tree):
+        if not isinstance(loop, ast.For):
+            continue
+        if not names_in(loop.iter, loaders) and not trains_on_each(loop):
+            continue
+        whole = datasets | {f"len({each}.dataset)" for each in named_in(loop.iter)}
+        whole |= names_of(whole, tree)
+        counts = {*counted_in(loop)}
+        for node in ast.walk(tree):
+            for value, divisor in quotients(node):
+                if counts & {*named_in(value)} and ast.unparse(divisor) in whole:
+                    return line_of(node)  # type: ignore[arg-type]
+    return None
+
+
+def given_data(tree: ast.Module) -> Iterator[str]:
+    """The variables that `prepare` gets as its data."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and name_of(node.func) == "prepare":
+            data = node.args[2:3] + [
+                k.value for k in node.keywords if k.arg == "dataset"
+            ]
+            yield from (each.id for each in data if isinstance(each, ast.Name))
+
+
+def names_of(texts: set[str], tree: ast.Module) -> set[str]:
+    """The variables that are set to one of these expressions."""
+    return {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) in texts
+        for target in node.targets
+        for name in named_in(target)
+    }
+
+
+def counted_in(loop: ast.For) -> Iterator[str]:
+    """The variables to which its rounds add something that is no constant."""
+    for node in ast.walk(loop):
+        if not isinstance(node, ast.AugAssign) or not isinstance(node.op, ast.Add):
+            continue
+        if not isinstance(node.value, ast.Constant):
+            yield from named_in(node.target)
 
 
 class _Kept:

@@ -5,7 +5,10 @@ from collections.abc import Iterator
 
 from labkit.rank.code.batch_sizes import update_by_batch_size
 from labkit.rank.code.batch_sizes import use_of_batch_size
+from labkit.rank.code.carried import count_of_microbatches
+from labkit.rank.code.carried import taken_before
 from labkit.rank.code.exchanges import sum_over_all
+from labkit.rank.code.kept_samples import count_by_dataset
 from labkit.rank.code.kept_samples import kept_of_samples
 from labkit.rank.code.loop_body import extra_work
 from labkit.strategies import Strategy
@@ -23,6 +26,19 @@ KEPT_OF_PART = (
     "op=dist.ReduceOp.AVG, group=loader.group), samples of a queue by "
     "dist.all_gather(list, keys, group=loader.group). What it keeps of each sample for "
     "that sample alone, and finds again on the same rank, is right as it is"
+)
+COUNT_OF_PART = (
+    "{use}: what the loop counts is of this rank's samples, where one process counts "
+    "those of the whole dataset, so with {count} ranks the quotient is too small. "
+    "Divide by the number of samples that the loop has had, seen += len(x), or sum the "
+    "count over the ranks first: dist.all_reduce(count, group=loader.group), where it "
+    "is a tensor"
+)
+TAKEN_OF_PART = (
+    "{use}: what the loop trains by is counted or averaged in a pass over the loader, "
+    "which gives this rank its own samples alone, so each rank has another number than "
+    "one process. Take it of all samples, before prepare or from loader.dataset, or "
+    "sum it over the ranks: dist.all_reduce(count, group=loader.group)"
 )
 SUM_OF_SAME = (
     "{use}: under {strategy} {same} ranks have the same samples, and over all ranks "
@@ -50,6 +66,11 @@ EXTRA_WORK = (
     "does this each time, where one process with whole batches does it once. Put what "
     "is to be done once per step after optimizer.step(), under "
     "`if not optimizer.held_back:` (but clip gradients before the step)"
+)
+COUNT_OF_MICROBATCHES = (
+    "{use}: with --accumulate {count} this counts {count} microbatches for each step, "
+    "where one process with whole batches counts steps, and the loop trains by it. "
+    "Count under `if not optimizer.held_back:`, after optimizer.step()"
 )
 OWN_STATISTICS = (
     "a BatchNorm of a model that prepare did not get, such as that of an average or a "
@@ -88,10 +109,16 @@ def of_text(
         yield SIZE_OF_PART.format(use=use.removesuffix(":"))
     if num_ranks > 1 and (use := kept_of_samples(code)):
         yield KEPT_OF_PART.format(use=use)
+    if num_ranks > 1 and (use := count_by_dataset(code)):
+        yield COUNT_OF_PART.format(use=use, count=num_ranks)
+    if num_ranks > 1 and (use := taken_before(code)):
+        yield TAKEN_OF_PART.format(use=use.removesuffix(":"))
     if num_alike > 1 and (use := sum_over_all(code)):
         yield SUM_OF_SAME.format(use=use, strategy=strategy.name, same=num_alike)
     if options.accumulate > 1 and (work := extra_work(code)):
         count = options.accumulate
         yield EXTRA_WORK.format(work=work.removesuffix(":"), count=count)
+    elif options.accumulate > 1 and (use := count_of_microbatches(code)):
+        yield COUNT_OF_MICROBATCHES.format(use=use, count=options.accumulate)
     if num_ranks > 1 and is_sum and (use := update_by_batch_size(code)):
         yield SIZE_OF_PART.format(use=use)
