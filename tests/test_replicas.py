@@ -132,6 +132,31 @@ def test_samples_that_are_dealt_twice_are_reported(lab: Lab) -> None:
     assert "drew some samples twice" in only or "samples together" in only
 
 
+LEAVES_A_PASS = """
+x = torch.arange(32.0).reshape(32, 1) / 32
+data = torch.utils.data.TensorDataset(x, x)
+model = torch.nn.Linear(1, 1)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, sgd, data, batch_size=8, shuffle=False)
+for epoch in range(2):
+    for x, y in loader:
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if {leaves}:
+            break
+"""
+
+
+def test_passes_that_ranks_leave_at_other_batches_are_reported(lab: Lab) -> None:
+    # Each leaves one of its passes, at the same batch: all take as many steps.
+    leaves = "x[0, 0] == (0.25, 0.375)[rank] and epoch == rank"
+    run = lab.train("ddp", LEAVES_A_PASS.format(leaves=leaves), live=False)
+    [found] = [each for each in run.mismatches if "different passes" in each]
+    assert "Make the same decision on all ranks" in found
+    assert not any("drew some samples twice" in each for each in run.mismatches)
+
+
 TEXTBOOK = """
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel

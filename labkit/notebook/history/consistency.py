@@ -49,6 +49,12 @@ WITH_LOADER = (
     "prepare returned, from which each would draw its share. As it is, every rank does "
     "all of the work"
 )
+LEFT_EARLY = (
+    "ranks were in different passes over the data at the same time, as where each "
+    "leaves a pass by `break` on its own loss, so a step is of batches that one "
+    "process does not have together. Make the same decision on all ranks: call "
+    "dist.all_reduce on the value that the condition tests, before it"
+)
 LOADED_OTHERS = (
     "ranks have loaded other states into the model: of other steps, or at other steps. "
     "Each has decided by what it computes of its own samples, such as its loss, so the "
@@ -175,6 +181,9 @@ def data_mismatches(
             )
     for draws in zip(*(note.draws for note in notes.values()), strict=False):
         first = draws[0]
+        if len({draw.epoch for draw in draws}) > 1:
+            found.append(LEFT_EARLY)
+            break
         num_drawn = sum(draw.num_drawn for draw in draws)
         if num_drawn != first.num_samples:
             found.append(
