@@ -60,12 +60,16 @@ adam = torch.optim.AdamW(model.parameters(), lr=0.02)
 model, optimizer, loader = prepare(model, adam, data, batch_size=12)
 rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
 for epoch in range(4):
+    total = seen = 0
     for x, y in loader:
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        total += loss.item()
+        seen += 1
         {death}
+    print(loss.item(), total / seen)
     rate.step()
     log(epochs_done=epoch + 1)
 """

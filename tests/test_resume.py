@@ -546,6 +546,58 @@ def test_a_grad_scaler_goes_on_and_an_average_beside_the_model_is_noted(
         assert "has changed in average: this run begins" in note
 
 
+ORDINARY = """
+import torch.nn.functional as F
+
+x = torch.arange(64.0).reshape(16, 4) / 64
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+model = torch.nn.Linear(4, 1)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, sgd, data, batch_size=4)
+for epoch in range(3):
+    sum_of_losses = num_losses = 0
+    for x, y in loader:
+        last_loss = F.mse_loss(model(x), y)
+        last_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sum_of_losses += last_loss.item()
+        num_losses += 1
+    average = sum_of_losses / num_losses
+    if rank == 0:
+        print(f"epoch {epoch}: {last_loss.item():.6f}")
+    log(average=average)
+print("all right" if last_loss < 1 else "all wrong")
+"""
+
+
+def test_a_loop_that_prints_after_each_epoch_goes_on_in_new_ranks(
+    train: Callable[..., Run],
+    lab: Lab,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole = train("ddp", ORDINARY, every=1)
+    shown = capsys.readouterr().out
+    assert shown.count("epoch ") == 3
+    forget_after(tmp_path / "kept", 4)  # of 4 an epoch: at the end of the first
+    lab.restart(everyone=True)
+    resumed = train("ddp", ORDINARY, resume=True)
+    assert resumed.resumed_from == 4
+    assert resumed.notes == []
+    said = capsys.readouterr().out
+    assert said.count("epoch ") == 2
+    assert said.partition("epoch 1")[2] == shown.partition("epoch 1")[2]
+    assert_goes_on(resumed, whole, after=4)
+
+    lab.restart(everyone=True)
+    again = train("ddp", ORDINARY, resume=True)
+    assert again.num_steps == 12
+    assert "there was nothing to do" in capsys.readouterr().err
+    [note] = again.notes
+    assert "a statement that follows the loop failed: NameError" in note
+
+
 COUNTED = """
 x = torch.arange(64.0).reshape(16, 4) / 64
 data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))

@@ -99,7 +99,8 @@ class LiveView:
         self._try(self._refresh)
         if self._in_terminal and self._place.is_filled:
             print()
-        is_said = NO_STEPS in self.run.notes
+        # A run that resumes, and has nothing to do, says so.
+        is_said = NO_STEPS in self.run.notes or self.run.resumed_from is not None
         if self.run.state == "finished" and self.is_empty and not is_said:
             say(NO_RECORDS)
 

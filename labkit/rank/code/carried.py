@@ -139,6 +139,19 @@ def is_training(loop: Loop, trains: set[str]) -> bool:
 
 def carried_by(loop: Loop) -> set[str]:
     """The names that a round may use before it sets them, and that a round changes."""
+    used, changed = uses_of([loop])
+    within = {
+        name
+        for node in ast.walk(loop)
+        if isinstance(node, ast.comprehension)
+        for name in named_in(node.target)
+    }
+    return (used & changed) - within
+
+
+def uses_of(body: list[ast.stmt]) -> tuple[set[str], set[str]]:
+    """The names that statements may use before they set them, and those that they
+    change."""
     used, changed = set[str](), set[str]()
 
     def scan(body: Iterable[ast.stmt], given: set[str]) -> set[str]:
@@ -154,14 +167,8 @@ def carried_by(loop: Loop) -> set[str]:
                 given = scan(inner, given)
         return given
 
-    scan([loop], set())
-    within = {
-        name
-        for node in ast.walk(loop)
-        if isinstance(node, ast.comprehension)
-        for name in named_in(node.target)
-    }
-    return (used & changed) - within
+    scan(body, set())
+    return used, changed
 
 
 def number_from_0(loop: ast.For, loaders: set[str]) -> set[str]:
@@ -289,7 +296,7 @@ class _Uses:
             within = under
             if isinstance(statement, ast.If):
                 test = {*named_in(statement.test)}
-                if not self._only_shows([*statement.body, *statement.orelse]):
+                if not only_shows([*statement.body, *statement.orelse], self._trains):
                     self.found |= test
                 within = under | test
             elif isinstance(statement, ast.While):
@@ -311,7 +318,7 @@ class _Uses:
             call = statement.value
             if into:  # given something to keep
                 self._note(into, of, under)
-            elif isinstance(call, ast.Call) and not self._shows(call):
+            elif isinstance(call, ast.Call) and not shows(call, self._trains):
                 self.found |= of | under
         elif isinstance(statement, SETTING):
             if is_of_names or any(map(RECORDS.search, into)):
@@ -328,29 +335,33 @@ class _Uses:
         """What functions that may train are given."""
         for part in own_parts(statement):
             for each in ast.walk(part):
-                if not isinstance(each, ast.Call) or self._shows(each):
+                if not isinstance(each, ast.Call) or shows(each, self._trains):
                     continue
                 if not computes(each):
                     given = [*each.args, *(word.value for word in each.keywords)]
                     self.found |= {name for one in given for name in named_in(one)}
 
-    def _shows(self, call: ast.Call) -> bool:
-        name = name_of(call.func)
-        return name not in self._trains and bool(REPORTS.search(name))
 
-    def _only_shows(self, body: list[ast.stmt]) -> bool:
-        """Whether these statements train nothing, and end nothing."""
-        return not any(
-            isinstance(each, ENDING)
-            or (isinstance(each, SETTING) and {*set_by(each)} != changed_by(each))
-            or (isinstance(each, ast.Expr) and self._may_train(each.value))
-            for each in statements_in(body)
-        )
+def shows(call: ast.Call, trains: set[str]) -> bool:
+    """Whether a call shows or measures something, and is none of these functions."""
+    name = name_of(call.func)
+    return name not in trains and bool(REPORTS.search(name))
 
-    def _may_train(self, value: ast.expr) -> bool:
-        if not isinstance(value, ast.Call) or name_of(value.func) in KEEPING:
-            return False
-        return not self._shows(value)
+
+def only_shows(body: list[ast.stmt], trains: set[str]) -> bool:
+    """Whether statements train nothing, and end nothing."""
+    return not any(
+        isinstance(each, ENDING)
+        or (isinstance(each, SETTING) and {*set_by(each)} != changed_by(each))
+        or (isinstance(each, ast.Expr) and may_train(each.value, trains))
+        for each in statements_in(body)
+    )
+
+
+def may_train(value: ast.expr, trains: set[str]) -> bool:
+    if not isinstance(value, ast.Call) or name_of(value.func) in KEEPING:
+        return False
+    return not shows(value, trains)
 
 
 def computes(call: ast.Call) -> bool:

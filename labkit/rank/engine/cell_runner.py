@@ -34,6 +34,10 @@ from labkit.rank.engine.hints import NO_MAGICS
 from labkit.rank.engine.hints import add_hint
 from labkit.rank.engine.hints import notes_of
 from labkit.rank.engine.interrupts import CellInterrupts
+from labkit.rank.engine.replays import REPLAY_NAME
+from labkit.rank.engine.replays import Replay
+from labkit.rank.engine.replays import explain
+from labkit.rank.engine.replays import failed
 from labkit.rank.engine.requests import ControlRequests
 from labkit.rank.group.launchers import Launchers
 from labkit.rank.group.process_group import RankProcessGroup
@@ -133,6 +137,8 @@ class CellRunner:
         self._contexts = contextlib.ExitStack()
         self._emitter: Emitter | None = None
         self._session: Session | None = None
+        self._replay: Replay | None = None
+        """Of a run that resumes."""
         self._stop_point = StopPoint()
         self._steps: StepsTaken | None = None
         self._begin_error: Exception | None = None
@@ -323,6 +329,8 @@ class CellRunner:
 
     def _finish_run(self, session: Session) -> BaseException | None:
         """Write the last checkpoint, if the run keeps any; what that raised."""
+        if self._replay and self._replay.error and not session.has_begun:
+            session.note(failed(self._replay.error))
         try:
             session.finish(is_interrupted=self._interrupts.was_interrupted)
         except (Exception, KeyboardInterrupt) as problem:
@@ -337,6 +345,7 @@ class CellRunner:
         steps: list[Callable[[], Any]] = [
             lambda: self.shell.user_ns.pop(FUNCTION_NAME, None),
             lambda: self.shell.user_ns.pop(SERVE_NAME, None),
+            self._end_replay,
             self.group.restore_environment,
             self._console.restore,
             self._keyboard.end_cell,
@@ -401,6 +410,8 @@ class CellRunner:
             self._shown_error = error
             session = self._session
             wraps_itself = session is not None and session.strategy.technique is None
+            if self._replay is not None and self._replay.is_on:
+                explain(error)
             add_hint(
                 error,
                 self.group.device,
@@ -500,10 +511,29 @@ class CellRunner:
             meet=session.meet,
         )
         self._contexts.callback(block.end)
+        if plan is not None and plan.resume_from is not None:
+            self._begin_replay(session)
         names = {**session.names, "profile": block}
         if self.function is not None:
             self.shell.user_ns[FUNCTION_NAME] = self._take_function(names)
         return names
+
+    def _begin_replay(self, session: Session) -> None:
+        """The run resumes: have the cell come to where it was."""
+        namespace = self.shell.user_ns
+        self._replay = Replay(
+            namespace,
+            has_batches=lambda: session.has_begun,
+            num_passes=lambda: session.num_passes,
+        )
+        namespace[REPLAY_NAME] = self._replay
+        self.shell.ast_transformers.append(self._replay)
+
+    def _end_replay(self) -> None:
+        self.shell.user_ns.pop(REPLAY_NAME, None)
+        if self._replay is not None:
+            self.shell.ast_transformers.remove(self._replay)
+            self._replay = None
 
     def _take_report(self, report: Any) -> None:
         if isinstance(report, ReplicaNotes):

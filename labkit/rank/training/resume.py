@@ -168,6 +168,11 @@ class RunCheckpointer(Observer):
             for optimizer in self._optimizers
         )
 
+    @property
+    def num_passes(self) -> int:
+        """That the loop has begun, through all its loaders."""
+        return sum(each.num_epochs for each in self._loaders)
+
     # ---- called by the session ----
 
     def add(self, optimizer: PreparedOptimizer, loader: RankLoader) -> None:

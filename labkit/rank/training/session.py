@@ -297,6 +297,16 @@ class Session:
         """That the run has taken."""
         return self._records.num_steps
 
+    @property
+    def num_passes(self) -> int:
+        """That the loop has begun, through all its loaders."""
+        return self._checkpointer.num_passes
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the loop has had a batch, or a backward pass, in this run."""
+        return self._loss_hooks.microbatch > 0 or self._loss_hooks.num_backwards > 0
+
     def prepared(self) -> list[Prepared]:
         """What `prepare` has made in this run."""
         return [each.prepared for each in self._optimizers]

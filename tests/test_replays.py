@@ -1,0 +1,143 @@
+"""What a cell that resumes runs until it is where the run was."""
+
+import ast
+from typing import Any
+
+import pytest
+
+from labkit.rank.engine.replays import REPLAY_NAME
+from labkit.rank.engine.replays import Replay
+
+PREPARE = "model, optimizer, loader = prepare()\n"
+EPOCHS = PREPARE + (
+    "best = 9.0\n"
+    "for epoch in range(3):\n"
+    "    stages.append(epoch)\n"
+    "    total = seen = 0\n"
+    "    for batch in loader:\n"
+    "        loss = batch\n"
+    "        total += loss\n"
+    "        seen += 1\n"
+    "    print(epoch, total / seen)\n"
+    "    mean = total / seen\n"
+    "    rates.append(0.9 ** epoch)\n"
+    "    with torch.no_grad():\n"
+    "        evaluations.append(epoch)\n"
+    "    if mean < best:\n"
+    "        best = mean\n"
+    "print('last', loss)\n"
+)
+
+
+class Loop:
+    """Runs a cell whose loader has batches in its last passes alone."""
+
+    def __init__(self, batches: list[list[float]], **variables: Any) -> None:
+        self.batches = iter(batches)
+        self.num_passes = self.num_batches = 0
+        self.printed: list[tuple[Any, ...]] = []
+        self.names: dict[str, Any] = {
+            "prepare": lambda: (None, None, self),
+            "print": lambda *values: self.printed.append(values),
+            "torch": __import__("torch"),
+            **{name: [] for name in ("stages", "rates", "evaluations")},
+            **variables,
+        }
+        self.replay = self.names[REPLAY_NAME] = Replay(
+            self.names,
+            has_batches=lambda: self.num_batches > 0,
+            num_passes=lambda: self.num_passes,
+        )
+
+    def __iter__(self) -> Any:
+        self.num_passes += 1
+        for each in next(self.batches):
+            self.num_batches += 1
+            yield each
+
+    def run(self, code: str) -> dict[str, Any]:
+        tree = self.replay.visit(ast.parse(code))
+        exec(compile(tree, "<cell>", "exec"), self.names)
+        return self.names
+
+
+def test_a_loop_without_batches_shows_and_evaluates_nothing() -> None:
+    loop = Loop([[], [], [1.0, 3.0]])
+    names = loop.run(EPOCHS)
+    assert loop.printed == [(2, 2.0), ("last", 3.0)]
+    assert names["best"] == 2.0
+    assert names["stages"] == [0, 1, 2]
+    assert names["rates"] == pytest.approx([1.0, 0.9, 0.81])
+    assert names["evaluations"] == [2]
+    assert loop.replay.error is None
+
+
+def test_a_loop_with_batches_is_as_it_was() -> None:
+    loop = Loop([[4.0], [2.0], [1.0, 3.0]])
+    exec(EPOCHS, as_it_was := Loop([[4.0], [2.0], [1.0, 3.0]]).names)
+    names = loop.run(EPOCHS)
+    for name in ("best", "stages", "rates", "evaluations", "loss", "mean"):
+        assert names[name] == as_it_was[name]
+    assert len(loop.printed) == 4
+
+
+def test_what_fails_where_nothing_is_left_to_do_is_known() -> None:
+    loop = Loop([[], [], []])
+    loop.run(EPOCHS)
+    assert loop.printed == []
+    assert isinstance(loop.replay.error, NameError)
+
+
+def test_an_error_after_the_first_batch_ends_the_cell() -> None:
+    loop = Loop([[], [1.0], [2.0]])
+    with pytest.raises(ZeroDivisionError):
+        loop.run(EPOCHS.replace("rates.append", "1 / 0; rates.append"))
+
+
+def test_an_error_that_no_batch_would_mend_ends_the_cell() -> None:
+    loop = Loop([[], [], [1.0]])
+    with pytest.raises(NameError, match="stages_of_all"):
+        loop.run(EPOCHS.replace("stages.", "stages_of_all."))
+
+
+FUNCTION = """
+def train(loader):
+    {first}
+    total = seen = 0
+    for batch in loader:
+        total += batch
+        seen += 1
+    return total / seen
+"""
+CALLS = PREPARE + (
+    "for epoch in range(3):\n    mean = train(loader)\n    print(epoch, mean)\n"
+)
+
+
+def test_a_function_of_an_earlier_cell_may_lack_batches() -> None:
+    loop = Loop([[], [], [1.0, 3.0]])
+    exec(FUNCTION.format(first="pass"), loop.names)
+    loop.run(CALLS)
+    assert loop.printed == [(2, 2.0)]
+
+
+def test_a_function_that_fails_before_its_pass_ends_the_cell() -> None:
+    loop = Loop([[], [], [1.0, 3.0]])
+    exec(FUNCTION.format(first="missing"), loop.names)
+    with pytest.raises(NameError, match="missing"):
+        loop.run(CALLS)
+
+
+def test_a_function_of_the_cell_itself_is_rewritten() -> None:
+    loop = Loop([[], [], [1.0, 3.0]])
+    body = "\n".join(f"    {line}" for line in EPOCHS.splitlines())
+    loop.run(f"def main():\n{body}\nmain()")
+    assert loop.printed == [(2, 2.0), ("last", 3.0)]
+
+
+def test_names_of_another_run_are_taken_out_but_not_those_that_the_cell_uses() -> None:
+    code = PREPARE + "data = [batch]\nfor batch in loader:\n    loss = batch\nloss"
+    loop = Loop([[]], batch=7.0, loss=5.0)
+    with pytest.raises(NameError, match="loss"):  # its last value is displayed
+        loop.run(code)
+    assert loop.names["data"] == [7.0]
