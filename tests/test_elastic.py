@@ -174,8 +174,8 @@ def in_parts(code: str) -> str:
 def by_fit(code: str) -> str:
     """As `fit` does it: what the loop does after a step is a hook of the optimizer."""
     begin, loop = code.split("model, optimizer, loader = ")
-    [_, rest] = loop.split("optimizer.zero_grad()\n", 1)
-    death = rest.split("    rate.step()")[0].strip()
+    [_, rest] = loop.split("seen += 1\n", 1)
+    death = rest.split("    print(")[0].strip()
     return (
         begin
         + f"""

@@ -1,6 +1,7 @@
 """What a cell that resumes runs until it is where the run was."""
 
 import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +33,12 @@ EPOCHS = PREPARE + (
 class Loop:
     """Runs a cell whose loader has batches in its last passes alone."""
 
-    def __init__(self, batches: list[list[float]], **variables: Any) -> None:
+    def __init__(
+        self, batches: list[list[float]], *, num_former: int = 2, **variables: Any
+    ) -> None:
+        """The run was past `num_former` passes."""
         self.batches = iter(batches)
+        self.num_former = num_former
         self.num_passes = self.num_batches = 0
         self.printed: list[tuple[Any, ...]] = []
         self.names: dict[str, Any] = {
@@ -45,6 +50,7 @@ class Loop:
         }
         self.replay = self.names[REPLAY_NAME] = Replay(
             self.names,
+            is_before=lambda: self.num_passes <= self.num_former,
             has_batches=lambda: self.num_batches > 0,
             num_passes=lambda: self.num_passes,
         )
@@ -69,11 +75,10 @@ def test_a_loop_without_batches_shows_and_evaluates_nothing() -> None:
     assert names["stages"] == [0, 1, 2]
     assert names["rates"] == pytest.approx([1.0, 0.9, 0.81])
     assert names["evaluations"] == [2]
-    assert loop.replay.error is None
 
 
 def test_a_loop_with_batches_is_as_it_was() -> None:
-    loop = Loop([[4.0], [2.0], [1.0, 3.0]])
+    loop = Loop([[4.0], [2.0], [1.0, 3.0]], num_former=0)
     exec(EPOCHS, as_it_was := Loop([[4.0], [2.0], [1.0, 3.0]]).names)
     names = loop.run(EPOCHS)
     for name in ("best", "stages", "rates", "evaluations", "loss", "mean"):
@@ -81,17 +86,25 @@ def test_a_loop_with_batches_is_as_it_was() -> None:
     assert len(loop.printed) == 4
 
 
-def test_what_fails_where_nothing_is_left_to_do_is_known() -> None:
+def test_what_follows_the_pass_of_the_checkpoint_is_not_skipped_but_lacks_batches() -> (
+    None
+):
+    loop = Loop([[], [], [1.0, 3.0]], num_former=1)
+    names = loop.run(EPOCHS)
+    assert loop.printed == [(2, 2.0), ("last", 3.0)]
+    assert names["evaluations"] == [1, 2]
+
+
+def test_a_loop_that_has_nothing_left_to_do_ends_well() -> None:
     loop = Loop([[], [], []])
-    loop.run(EPOCHS)
+    assert loop.run(EPOCHS)["best"] == 9.0
     assert loop.printed == []
-    assert isinstance(loop.replay.error, NameError)
 
 
 def test_an_error_after_the_first_batch_ends_the_cell() -> None:
     loop = Loop([[], [1.0], [2.0]])
     with pytest.raises(ZeroDivisionError):
-        loop.run(EPOCHS.replace("rates.append", "1 / 0; rates.append"))
+        loop.run(EPOCHS.replace("rates.append", "if epoch: 1 / 0\n    rates.append"))
 
 
 def test_an_error_that_no_batch_would_mend_ends_the_cell() -> None:
@@ -141,3 +154,21 @@ def test_names_of_another_run_are_taken_out_but_not_those_that_the_cell_uses() -
     with pytest.raises(NameError, match="loss"):  # its last value is displayed
         loop.run(code)
     assert loop.names["data"] == [7.0]
+
+
+def test_a_function_is_rewritten_with_the_lines_of_its_file(tmp_path: Path) -> None:
+    loop = Loop([[], [], [1.0, 3.0]])
+    body = "\n".join(f"    {line}" for line in EPOCHS.splitlines())
+    text = f"# A file.\n\ndef main():\n{body}\n    1 / 0\n"
+    path = tmp_path / "file.py"
+    path.write_text(text)
+    exec(compile(text, str(path), "exec"), loop.names)
+    with loop.replay.of_function(loop.names["main"]) as main:
+        with pytest.raises(ZeroDivisionError) as caught:
+            main()
+        assert REPLAY_NAME in loop.names
+    assert loop.printed == [(2, 2.0), ("last", 3.0)]
+    assert caught.traceback[-1].lineno + 1 == text.count("\n")
+    assert REPLAY_NAME not in loop.names
+    with loop.replay.of_function(print) as same:
+        assert same is print

@@ -594,8 +594,7 @@ def test_a_loop_that_prints_after_each_epoch_goes_on_in_new_ranks(
     again = train("ddp", ORDINARY, resume=True)
     assert again.num_steps == 12
     assert "there was nothing to do" in capsys.readouterr().err
-    [note] = again.notes
-    assert "a statement that follows the loop failed: NameError" in note
+    assert again.notes == []
 
 
 COUNTED = """

@@ -173,17 +173,20 @@ def launch_by_hand(script: Path, *rank_0: str, **rank_1: Any) -> list[tuple[int,
 def test_all_ranks_resume_where_rank_0_does(tmp_path: Path) -> None:
     script, elsewhere = tmp_path / "train.py", tmp_path / "elsewhere"
     elsewhere.mkdir()
-    script.write_text(script_of(FIT))
+    # Of the second epoch alone where it resumes: the first has no batch, and no loss.
+    body = BODY + "    print('the last loss is', loss.item())\n"
+    script.write_text(script_of(body))
     done = launch(script, "--losses", "whole.csv")
     assert done.returncode == 0, done.stderr
-    script.write_text(script_of(FIT.replace("epochs=2", "epochs=1")))
+    script.write_text(script_of(body.replace("range(2)", "range(1)")))
     begun = launch_by_hand(script, "--checkpoint", "kept", cwd=elsewhere)
     assert [code for code, _ in begun] == [0, 0], begun
     assert not list(elsewhere.iterdir())
-    script.write_text(script_of(FIT))
+    script.write_text(script_of(body))
     options = ["--checkpoint", "kept", "--resume", "--losses", "rest.csv"]
     resumed = launch_by_hand(script, *options, cwd=elsewhere)
     assert [code for code, _ in resumed] == [0, 0], resumed
+    assert [said.count("the last loss is") for _, said in resumed] == [1, 1]
     whole = losses_of(tmp_path / "whole.csv")
     rest = losses_of(tmp_path / "rest.csv")
     assert rest == {step: loss for step, loss in whole.items() if step > 6}

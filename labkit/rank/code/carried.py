@@ -140,13 +140,7 @@ def is_training(loop: Loop, trains: set[str]) -> bool:
 def carried_by(loop: Loop) -> set[str]:
     """The names that a round may use before it sets them, and that a round changes."""
     used, changed = uses_of([loop])
-    within = {
-        name
-        for node in ast.walk(loop)
-        if isinstance(node, ast.comprehension)
-        for name in named_in(node.target)
-    }
-    return (used & changed) - within
+    return used & changed
 
 
 def uses_of(body: list[ast.stmt]) -> tuple[set[str], set[str]]:
@@ -168,7 +162,14 @@ def uses_of(body: list[ast.stmt]) -> tuple[set[str], set[str]]:
         return given
 
     scan(body, set())
-    return used, changed
+    within = {
+        name
+        for statement in body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.comprehension)
+        for name in named_in(node.target)
+    }
+    return used - within, changed
 
 
 def number_from_0(loop: ast.For, loaders: set[str]) -> set[str]:

@@ -37,7 +37,6 @@ from labkit.rank.engine.interrupts import CellInterrupts
 from labkit.rank.engine.replays import REPLAY_NAME
 from labkit.rank.engine.replays import Replay
 from labkit.rank.engine.replays import explain
-from labkit.rank.engine.replays import failed
 from labkit.rank.engine.requests import ControlRequests
 from labkit.rank.group.launchers import Launchers
 from labkit.rank.group.process_group import RankProcessGroup
@@ -329,8 +328,6 @@ class CellRunner:
 
     def _finish_run(self, session: Session) -> BaseException | None:
         """Write the last checkpoint, if the run keeps any; what that raised."""
-        if self._replay and self._replay.error and not session.has_begun:
-            session.note(failed(self._replay.error))
         try:
             session.finish(is_interrupted=self._interrupts.was_interrupted)
         except (Exception, KeyboardInterrupt) as problem:
@@ -410,7 +407,7 @@ class CellRunner:
             self._shown_error = error
             session = self._session
             wraps_itself = session is not None and session.strategy.technique is None
-            if self._replay is not None and self._replay.is_on:
+            if self._replay is not None and not self._replay.has_batches:
                 explain(error)
             add_hint(
                 error,
@@ -523,6 +520,7 @@ class CellRunner:
         namespace = self.shell.user_ns
         self._replay = Replay(
             namespace,
+            is_before=lambda: session.is_replaying,
             has_batches=lambda: session.has_begun,
             num_passes=lambda: session.num_passes,
         )
@@ -590,6 +588,9 @@ class CellRunner:
         if inner.__module__ == "__main__" and inspect.isfunction(inner):
             for name, value in {**self.shell.user_ns, **names}.items():
                 inner.__globals__.setdefault(name, value)
+        if self._replay is not None:
+            whole = self._replay.of_function(function)
+            function = self._contexts.enter_context(whole)
         if not with_rank:
             return function
         rank = self.placement.rank

@@ -298,6 +298,11 @@ class Session:
         return self._records.num_steps
 
     @property
+    def is_replaying(self) -> bool:
+        """Whether the cell is not yet where the run was that it resumes."""
+        return self._checkpointer.is_replaying
+
+    @property
     def num_passes(self) -> int:
         """That the loop has begun, through all its loaders."""
         return self._checkpointer.num_passes
