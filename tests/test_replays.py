@@ -49,7 +49,6 @@ class Loop:
             **variables,
         }
         self.replay = self.names[REPLAY_NAME] = Replay(
-            self.names,
             is_before=lambda: self.num_passes <= self.num_former,
             has_batches=lambda: self.num_batches > 0,
             num_passes=lambda: self.num_passes,
@@ -146,14 +145,6 @@ def test_a_function_of_the_cell_itself_is_rewritten() -> None:
     body = "\n".join(f"    {line}" for line in EPOCHS.splitlines())
     loop.run(f"def main():\n{body}\nmain()")
     assert loop.printed == [(2, 2.0), ("last", 3.0)]
-
-
-def test_names_of_another_run_are_taken_out_but_not_those_that_the_cell_uses() -> None:
-    code = PREPARE + "data = [batch]\nfor batch in loader:\n    loss = batch\nloss"
-    loop = Loop([[]], batch=7.0, loss=5.0)
-    with pytest.raises(NameError, match="loss"):  # its last value is displayed
-        loop.run(code)
-    assert loop.names["data"] == [7.0]
 
 
 def test_a_function_is_rewritten_with_the_lines_of_its_file(tmp_path: Path) -> None:

@@ -374,7 +374,6 @@ class _Training:
             ),
         ):
             replay = Replay(
-                {},
                 is_before=lambda: session.is_replaying,
                 has_batches=lambda: session.has_begun,
                 num_passes=lambda: session.num_passes,

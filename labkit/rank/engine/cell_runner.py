@@ -517,14 +517,12 @@ class CellRunner:
 
     def _begin_replay(self, session: Session) -> None:
         """The run resumes: have the cell come to where it was."""
-        namespace = self.shell.user_ns
         self._replay = Replay(
-            namespace,
             is_before=lambda: session.is_replaying,
             has_batches=lambda: session.has_begun,
             num_passes=lambda: session.num_passes,
         )
-        namespace[REPLAY_NAME] = self._replay
+        self.shell.user_ns[REPLAY_NAME] = self._replay
         self.shell.ast_transformers.append(self._replay)
 
     def _end_replay(self) -> None:

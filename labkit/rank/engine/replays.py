@@ -21,9 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import UserError
 from labkit.rank.code.carried import computes
-from labkit.rank.code.carried import set_by
 from labkit.rank.code.carried import shows
-from labkit.rank.code.carried import statements_in
 from labkit.rank.code.carried import training_functions
 from labkit.rank.code.carried import uses_of
 from labkit.rank.code.loop_body import evaluates
@@ -62,16 +60,14 @@ class Replay:
 
     def __init__(
         self,
-        namespace: dict[str, Any],
         *,
         is_before: Callable[[], bool],
         has_batches: Callable[[], bool],
         num_passes: Callable[[], int],
     ) -> None:
-        """`namespace` has the variables of cells; `is_before()` says whether the loop
-        has not come to where the run was, `has_batches()` whether it has had one since,
-        and `num_passes()` how many passes it has begun."""
-        self._namespace = namespace
+        """`is_before()` says whether the loop has not come to where the run was,
+        `has_batches()` whether it has had one since, and `num_passes()` how many passes
+        it has begun."""
         self._is_before = is_before
         self._has_batches = has_batches
         self._num_passes = num_passes
@@ -100,11 +96,8 @@ class Replay:
                 raise
 
     def visit(self, tree: ast.Module) -> ast.Module:
-        """The cell, rewritten. Names that its loops set anew for each batch are taken
-        out of the namespace: they may be of another run, and not on all ranks."""
+        """The cell, rewritten."""
         passes = _Passes(tree)
-        for name in passes.names_set():
-            self._namespace.pop(name, None)
         value = [each for each in tree.body[-1:] if passes.is_displayed(each)]
         body = tree.body[: len(tree.body) - len(value)]
         tree.body = [*passes.rewritten(body), *value]
@@ -141,18 +134,8 @@ class _Passes:
     """The passes of a cell over what `prepare` returned."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self._tree = tree
         self._loaders = prepared_names(tree, -1)
         self._trains = {*training_functions(tree)}
-
-    def names_set(self) -> set[str]:
-        """Those that they set, and that the cell does not use before."""
-        found: set[str] = set()
-        for each in statements_in(self._tree.body):
-            if self._is_pass(each):
-                found |= {name for one in statements_in([each]) for name in set_by(one)}
-        used, _ = uses_of(self._tree.body)
-        return found - used
 
     def is_displayed(self, statement: ast.stmt) -> bool:
         """Whether IPython displays its value, if it is the last one of a cell."""
