@@ -23,6 +23,7 @@ from labkit.compat.deepspeed import forget_backward
 from labkit.compat.deepspeed import keep_optimizer
 from labkit.compat.deepspeed import prepare_backward
 from labkit.compat.deepspeed import second_copies
+from labkit.compat.deepspeed import set_boundary
 from labkit.compat.torch import call_step_hooks
 from labkit.compat.torch import has_step_hooks
 from labkit.compat.torch import in_place_conversion
@@ -185,7 +186,7 @@ class ZeRO(Prepared):
         name_strategy(self.optimizer, self.name)
         # The step reduces what is left to reduce, whatever number of backward passes
         # there were; until then each of them adds to what the ranks have in parts.
-        self.engine.set_gradient_accumulation_boundary(False)
+        set_boundary(self.engine, self._zero, is_on=False)
         self._watch()
 
     def _watch(self) -> None:
@@ -442,11 +443,11 @@ class ZeRO(Prepared):
         self._note_unused()
         with self._gradients:
             self._take_weights()
-            self.engine.set_gradient_accumulation_boundary(True)
+            set_boundary(self.engine, self._zero, is_on=True)
             try:
                 self.engine.step()  # clips, and takes away parameters' gradients
             finally:
-                self.engine.set_gradient_accumulation_boundary(False)
+                set_boundary(self.engine, self._zero, is_on=False)
         if self.stage < 3 and not self._zero.overflow:
             # DeepSpeed writes past autograd, which would take a graph of before the
             # step for one of these values. Under stage 3 such a graph has no values.
