@@ -26,7 +26,8 @@ from labkit.compat.gate import Gate
 GATE = Gate("deepspeed")
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _STAGE_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_STAGE_3_MODULE = "deepspeed.runtime.zero.stage3"
+_STAGE_3 = f"{_STAGE_3_MODULE}:DeepSpeedZeroOptimizer_Stage3"
 _OFFLOAD = "deepspeed.runtime.zero.parameter_offload"
 _INIT = "deepspeed.runtime.zero.partition_parameters:Init"
 _COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator"
@@ -184,6 +185,10 @@ def look_into_objects(
 
     @functools.wraps(plain)
     def apply(function: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if function is unchanged:
+            return value
+        if type(value) is torch.Tensor:  # mostly; a parameter has another type
+            return function(value)
         kind = getattr(getattr(function, "__self__", None), "__name__", "")
         of_inputs = kind.startswith("PostBackward")
         is_of_loop = of_inputs and len(offload.FWD_MODULE_STACK) < 2
@@ -214,6 +219,29 @@ def look_into() -> None:
 def partition(partitioner: Any, parameter: nn.Parameter) -> None:
     """Partition one parameter for stage 3: `zero.Init` does so as modules are made."""
     partitioner._convert_to_zero_parameters([parameter])
+
+
+@GATE.needs(
+    f"{_STAGE_3}._post_step", f"{_STAGE_3_MODULE}:count_used_parameters_in_backward"
+)
+def ask_within(wrap: Callable[..., Any], zero: Any) -> None:
+    """Have stage 3 itself ask parameters within `wrap`, as it gathers them after a step
+    and counts those that a backward pass reaches."""
+    zero._post_step = wrap(zero._post_step)
+    module: Any = importlib.import_module(_STAGE_3_MODULE)
+    if not hasattr(module.count_used_parameters_in_backward, "__wrapped__"):
+        module.count_used_parameters_in_backward = wrap(
+            module.count_used_parameters_in_backward
+        )
+
+
+@GATE.needs(f"{_STAGE_3}._get_fp32_opt_state_partition")
+def part_in_fp32(zero: Any, parameter: Any) -> torch.Tensor:
+    """What stage 3 steps a parameter from on this rank, also one that the loop has
+    frozen since; to be written to."""
+    part: torch.Tensor
+    part, _ = zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=True)
+    return part
 
 
 @GATE.needs(f"{_STAGE_2}._link_all_hp_params")
@@ -469,11 +497,18 @@ def module_count() -> list[int]:
     return count
 
 
+def unchanged(value: Any) -> Any:
+    """What is there to be applied to tensors where nothing is to become of them."""
+    return value
+
+
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """`function` of each tensor, as DeepSpeed looks for them in what a module is given
     and returns: in tuples, in lists, and in dicts, which are changed."""
     if isinstance(value, torch.Tensor) and not hasattr(value, "ds_id"):
         return function(value)
+    if type(value) is tuple:
+        return tuple([map_tensors(function, each) for each in value])
     from deepspeed.runtime.zero.utils import apply_to_tensors_only
 
     return apply_to_tensors_only(function, value)

@@ -124,10 +124,13 @@ class Inputs:
     ) -> None:
         """Have the caller's tensors the history of those that the module, as `name` has
         it, ran with, where it has written to them: so they are `returned` of it."""
+        written: list[Substitute] = []
         for each in self._found.values():
-            each.check(name, takes_hooks=not each.is_written)
-        written = [each for each in self._found.values() if each.is_written]
-        if not any(each.given.requires_grad for each in written):
+            is_written = each.is_written
+            each.check(name, takes_hooks=not is_written)
+            if is_written:
+                written.append(each)
+        if not written or not any(each.given.requires_grad for each in written):
             return
         if overlap([each.own for each in written]):
             raise UnsupportedLoopError(OVERLAP.format(name=name))

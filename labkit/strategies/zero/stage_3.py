@@ -17,8 +17,11 @@ import torch
 from torch import nn
 
 from labkit.checks import UnsupportedLoopError
+from labkit.compat.deepspeed import ask_within
 from labkit.compat.deepspeed import follow_external
 from labkit.compat.deepspeed import map_tensors
+from labkit.compat.deepspeed import part_in_fp32
+from labkit.compat.deepspeed import unchanged
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import is_transformed
 from labkit.strategies.autograd.agreement import Route
@@ -113,25 +116,25 @@ class ZeRO3(ZeRO):
         numbers = {id(m): number for number, m in enumerate(self.module.modules())}
         offload = zero.parameter_offload
         asking = [
-            (zero, "reduce_ready_partitions_and_remove_grads"),
             (zero, "independent_gradient_partition_epilogue"),
             (zero, "zero_grad"),
-            (offload, "pre_sub_module_forward_function"),
-            (offload, "post_sub_module_forward_function"),
             (offload, "pre_sub_module_backward_function"),
             (offload, "post_sub_module_backward_function"),
             (offload, "partition_all_parameters"),
+            (offload, "release_backward_leftovers"),
         ]
         for each, name in asking:
             setattr(each, name, plainly(getattr(each, name)))
-        zero.reduce_ready_partitions_and_remove_grads = partial(
-            process_filled, zero.reduce_ready_partitions_and_remove_grads
+        ask_within(plainly, zero)
+        zero.reduce_ready_partitions_and_remove_grads = plainly(
+            partial(process_filled, zero.reduce_ready_partitions_and_remove_grads)
         )
         names = {id(p): name for name, p in self.module.named_parameters()}
         writes = Writes(refuse(self.name))
+        calls: set[int] = set()
         offload.pre_sub_module_forward_function = partial(
             begin_watched,
-            *(self.route, numbers, writes),
+            *(self.route, numbers, calls, writes),
             torch.compiler.disable(writes.begin),
             names,
             offload.pre_sub_module_forward_function,
@@ -143,7 +146,7 @@ class ZeRO3(ZeRO):
         )
         for module in self.module.modules():
             vars(module)["__deepcopy__"] = partial(plain_copy, module)
-            self._undo += watch_inputs(module)
+            self._undo += watch_inputs(module, calls)
         coordinator = offload.get_param_coordinator()
         coordinator.reset_step = partial(in_words, coordinator.reset_step)
         follow_external(self.module.modules(), coordinator)
@@ -206,8 +209,6 @@ class ZeRO3(ZeRO):
     @plainly
     @torch.no_grad()
     def _take_weights(self) -> None:
-        from deepspeed.utils import safe_get_local_fp32_param
-
         for parameter in self._zero.persistent_parameters:
             if is_absent(parameter):
                 continue
@@ -217,9 +218,9 @@ class ZeRO3(ZeRO):
                 rank = self.peers.rank % parameter.ds_secondary_tensor_group_size
                 second.copy_(own_part(second, parameter.data, rank))
             if id(parameter) in self._trained_ids:
-                with trained(parameter):
-                    master = safe_get_local_fp32_param(parameter)
-                take(ours[: master.numel()].view_as(master), master)
+                master = part_in_fp32(self._zero, parameter)
+                ours = ours[: master.numel()].view_as(master).to(master.device)
+                take(ours, master)
 
     def _with_nodes(
         self, parameters: Sequence[nn.Parameter]
@@ -313,42 +314,41 @@ class Apart:
         self.apply = apply
 
 
-def watch_inputs(module: Any) -> list[Callable[[], None]]:
+def watch_inputs(module: Any, calls: set[int]) -> list[Callable[[], None]]:
     """Have a module itself get others in place of the tensors that it is given, as
     DeepSpeed needs it, and hand back what it writes to them. Hooks see the caller's,
-    which may be written to later; where the module returns one of them, it is that."""
+    which may be written to later; where the module returns one of them, it is that.
+
+    `calls` has its id where it is called, and not its forward() alone, which has no
+    hooks."""
     if "post_bwd_fn" not in vars(module):  # it is within one that is gathered whole
         return []
     given, returned = module.post_bwd_fn, module.pre_bwd_fn
     handed_on: set[int] = set()
     """Ids of the caller's, in what a call returns."""
-    is_called = False  # the module, and not its forward() alone, which has no hooks
-
-    @torch.compiler.disable
-    def note_call(called: nn.Module, args: Any) -> None:
-        nonlocal is_called
-        is_called = called is module
 
     @torch.compiler.disable
     def begin(args: Any, kwargs: dict[str, Any]) -> tuple[Inputs | None, Any, Any]:
-        nonlocal is_called
-        was_called, is_called = is_called, False
-        if not was_called:
+        if id(module) not in calls:
             return None, args, kwargs
+        calls.discard(id(module))
         handed_on.clear()
         if not torch.is_grad_enabled():
             return None, args, kwargs
         inputs = Inputs(given.apply)
         args = map_tensors(inputs.replace, args)
-        # By keyword DeepSpeed leaves what it has replaced elsewhere.
-        return inputs, args, {n: inputs.replaced(x) for n, x in kwargs.items()}
+        for name, value in kwargs.items():
+            # By keyword DeepSpeed leaves what it has replaced elsewhere.
+            kwargs[name] = inputs.replaced(value)
+        return inputs, args, kwargs
 
     @torch.compiler.disable
     def end(inputs: Inputs, args: Any, output: Any) -> Any:
         # As what it returns: before its gradient comes, parameters are gathered.
         inputs.hand_back(f"a {type(module).__name__}", returned.apply)
-        if not all(isinstance(each, torch.Tensor) for each in args):
-            map_tensors(inputs.own_of, args)  # in dicts, which are the caller's
+        for each in args:
+            if not isinstance(each, torch.Tensor):
+                map_tensors(inputs.own_of, each)  # in dicts, which are the caller's
         handed_on.update(inputs.ids)
         return map_tensors(inputs.own_of, output)
 
@@ -367,9 +367,8 @@ def watch_inputs(module: Any) -> list[Callable[[], None]]:
         found = tensor if id(tensor) in handed_on else returned.apply(tensor)
         return found
 
-    module.post_bwd_fn, module.pre_bwd_fn = Apart(lambda tensor: tensor), Apart(apply)
+    module.post_bwd_fn, module.pre_bwd_fn = Apart(unchanged), Apart(apply)
     return [
-        module.register_forward_pre_hook(note_call).remove,
         wrap_forward(module, wrap),
         partial(setattr, module, "post_bwd_fn", given),
         partial(setattr, module, "pre_bwd_fn", returned),
@@ -389,6 +388,7 @@ def for_any_pass(gather: Callable[..., None], *args: Any) -> None:
 def begin_watched(
     route: Route,
     numbers: Mapping[int, int],
+    calls: set[int],
     writes: Writes,
     begin: Callable[..., None],
     names: Mapping[int, str],
@@ -400,7 +400,9 @@ def begin_watched(
     if is_transformed():  # a parameter that is gathered there ends the process
         raise UnsupportedLoopError(TRANSFORMED)
     route.add(numbers.get(id(module), -1))
-    for_any_pass(run, module)
+    with DisableTorchFunctionSubclass():
+        for_any_pass(run, module)
+    calls.add(id(module))
     kind = id(module), module.training, torch.is_grad_enabled()
     if writes.before or kind not in writes.done:
         begin(kind[0], module.training, partial(own_whole, names, module))
@@ -416,7 +418,8 @@ def end_watched(
     """What stage 3 does after a layer has run: it frees them, changed or not."""
     if writes.before:
         end(id(module), partial(own_whole, names, module))
-    run(module)
+    with DisableTorchFunctionSubclass():
+        run(module)
 
 
 def own_whole(names: Mapping[int, str], module: nn.Module) -> dict[str, torch.Tensor]:
