@@ -4,6 +4,7 @@ import contextlib
 import operator
 import sys
 from collections.abc import Callable
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +19,6 @@ from torch.profiler import record_function
 
 from labkit.compat.gate import Gate
 from labkit.compat.torch import call_after_backward
-from labkit.compat.torch import is_profiled
 from labkit.compat.torch import is_transformed
 from labkit.compat.torch import writable_view
 
@@ -112,7 +112,9 @@ def groups_of(module: nn.Module | FSDPModule) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-@GATE.needs(f"{_FSDP}._fsdp_param_group:record_function")
+@GATE.needs(
+    f"{_FSDP}._fsdp_param_group:record_function", "torch.autograd:_profiler_enabled"
+)
 def name_for_profilers() -> Callable[[], None]:
     """Have `fully_shard` name what it does only while a profiler is at work; returns
     the way back.
@@ -121,10 +123,10 @@ def name_for_profilers() -> Callable[[], None]:
     has eleven in a step: of a small model's on a CPU that is a twentieth.
     """
     module: Any = sys.modules[f"{_FSDP}._fsdp_param_group"]
-    nothing = contextlib.nullcontext()
+    nothing, is_at_work = contextlib.nullcontext(), torch.autograd._profiler_enabled
 
     def named(name: str) -> Any:
-        return record_function(name) if is_profiled() else nothing
+        return record_function(name) if is_at_work() else nothing
 
     module.record_function = named
     # Not what was there: another model that is prepared may have put it there.
@@ -261,6 +263,11 @@ def whole_of(part: Any) -> Any:
     return getattr(part, "_unsharded_param", None)
 
 
+def whole_of_each(parts: Iterable[Any]) -> list[Any]:
+    """The same of several: each step asks it of all of a model's."""
+    return [getattr(part, "_unsharded_param", None) for part in parts]
+
+
 @GATE.needs(f"{_GROUP}.post_forward")
 def shard_of(part: Any) -> Any:
     """The DTensor that the model has in a parameter's place between passes."""
@@ -277,7 +284,7 @@ def is_in_place(part: Any) -> bool:
     held = place.module._parameters.get(place.param_name)
     return held is not None and (
         held is part.sharded_param
-        or held is whole_of(part)  # where it is gathered
+        or held is getattr(part, "_unsharded_param", None)  # where it is gathered
         # Between two passes it may be a part that is of fewer ranks.
         or held is getattr(part, "_sharded_post_forward_param", None)
     )
@@ -336,7 +343,10 @@ def _is_added(hook: Any) -> bool:
 
 def replaced_of(group: Any) -> Any:
     """The first parameter of a group that is not in its place, or None."""
-    return next((part for part in group.fsdp_params if not is_in_place(part)), None)
+    for part in group.fsdp_params:
+        if not is_in_place(part):
+            return part
+    return None
 
 
 @GATE.needs(f"{_PARAM}._orig_size")
@@ -347,11 +357,12 @@ def whole_size(part: Any) -> int:
 
 
 @GATE.needs(f"{_PARAM}.unsharded_accumulated_grad")
-def drop_whole_gradient(part: Any) -> None:
+def drop_whole_gradients(parts: Sequence[Any]) -> None:
     """Forget the gradients of microbatches, which `fully_shard` has not reduced yet."""
-    part.unsharded_accumulated_grad = None
-    if (whole := whole_of(part)) is not None:
-        whole.grad = None
+    for part, whole in zip(parts, whole_of_each(parts), strict=True):
+        part.unsharded_accumulated_grad = None
+        if whole is not None:
+            whole.grad = None
 
 
 @GATE.needs(f"{_GROUP}._all_gather_result", f"{_STATE}._is_root")

@@ -194,8 +194,10 @@ def replaced(structure: Any, change: Callable[[Any], Any]) -> Any:
         if type(value) is tuple:  # mostly: it cannot contain itself
             items = [visited(each) for each in value]
             return value if all(map(operator.is_, items, value)) else tuple(items)
-        is_data = is_dataclass(value) and not isinstance(value, type)
-        if not isinstance(value, CONTAINERS) and not is_data:
+        if isinstance(value, CONTAINERS):
+            if not value:  # mostly, of what is given by keyword
+                return value
+        elif isinstance(value, type) or not is_dataclass(value):
             return value
         if id(value) not in known:
             known[id(value)] = value, visited_inside(value)
@@ -271,9 +273,8 @@ _SHARED = deque | set
 def may_hold(args: Any, kwargs: Any) -> bool:
     """Whether there may be lists, dicts or objects in what a module is given: quick to
     see of the most."""
-    return any(not isinstance(each, _PLAIN) for each in args) or any(
-        not isinstance(each, _PLAIN) for each in kwargs.values()
-    )
+    given = (*args, *kwargs.values())
+    return bool([each for each in given if not isinstance(each, _PLAIN)])
 
 
 _PLAIN = torch.Tensor | int | float | str | None

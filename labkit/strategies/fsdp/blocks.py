@@ -19,7 +19,7 @@ from labkit.compat.data_parallel import memory_of
 from labkit.compat.data_parallel import replaced_of
 from labkit.compat.data_parallel import shard_of
 from labkit.compat.data_parallel import take_moved
-from labkit.compat.data_parallel import whole_of
+from labkit.compat.data_parallel import whole_of_each
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import base_of
 from labkit.compat.torch import held_by
@@ -91,9 +91,16 @@ class Block:
         self._untrained: list[torch.Tensor] = []
         """Others, of which it gets themselves."""
         self._use_own_hooks = choose_reducing(group, replaced, self._note_inputs)
-        # Not the method itself, which a copy of the model would have, too.
-        note = torch.compiler.disable(lambda _, *call: self._note_call(call))
-        forget = torch.compiler.disable(lambda *_: self._forget())
+
+        # No methods, which a copy of the model would have, too.
+        @torch.compiler.disable
+        def note(block: nn.Module, *called_with: Any) -> None:
+            self._called_with = called_with
+
+        @torch.compiler.disable
+        def forget(*_: Any) -> None:
+            self._forget()
+
         self._hooks = (
             block.register_forward_pre_hook(note, prepend=True, with_kwargs=True),
             block.register_forward_hook(forget, always_call=True),
@@ -105,9 +112,6 @@ class Block:
             hook.remove()
         self._use_own_hooks()
         del self._group.pre_forward, self._group.post_forward
-
-    def _note_call(self, called_with: Any) -> None:
-        self._called_with = called_with
 
     def _forget(self) -> None:
         """The call is over, or has failed: then it would keep its inputs alive."""
@@ -125,20 +129,26 @@ class Block:
         before their gradients come: in what it returns, and those that it was given and
         has written to. What it hands on as it was has none: its gradient comes when
         those of the block are there."""
-        written = [base_of(each.own) for each in self._inputs if each.is_written]
-        trained = [base_of(each) for each in self._untrained if each.requires_grad]
-        as_given = {
-            id(origin(each.given)) for each in self._inputs if not each.is_written
-        }
+        changed = [each for each in self._untrained if each.requires_grad]
+        as_given: set[int] = set()
+        for each in self._inputs:
+            if each.is_written:
+                changed.append(each.own)
+            else:
+                as_given.add(id(origin(each.given)))
         found = computed_in(output)
-        changed = [each for each in (*written, *trained) if each.grad_fn is not None]
-        return [*(x for x in found if id(origin(x)) not in as_given), *changed]
+        if as_given:
+            found = [each for each in found if id(origin(each)) not in as_given]
+        if changed:
+            found += [x for x in map(base_of, changed) if x.grad_fn is not None]
+        return found
 
     def _begin(self, block: nn.Module, *args: Any) -> Any:
         take_moved(self._group, self._memory)
         self._check_places()
         called_with, self._called_with = self._called_with, None
-        self._own = holders_of(*called_with) if may_hold(*args) else []
+        holds = may_hold(*args)
+        self._own = holders_of(*called_with) if holds else []
         self._inputs = []
         if torch.is_grad_enabled():
             given = tensors_in((*args[0], *args[1].values()))
@@ -147,7 +157,7 @@ class Block:
         kind = self._number, block.training, torch.is_grad_enabled()
         self._is_first = bool(self._writes.before) or kind not in self._writes.done
         self._given = None
-        if may_hold(found[0], found[1]):
+        if holds:
             self._given = Given(found[0], found[1], self._own)
         if self._is_first:
             self._writes.begin(self._number, block.training, self._tensors)
@@ -262,7 +272,7 @@ def leaves_of(output: Any) -> list[Any]:
 
 def whole_ones(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Parameters as they are gathered for a forward pass, by name."""
-    return {name: whole_of(part) for name, part in parts.items()}
+    return dict(zip(parts, whole_of_each(parts.values()), strict=True))
 
 
 def reduce_filled(
@@ -270,9 +280,9 @@ def reduce_filled(
 ) -> Any:
     """What a group does once its gradients are there. Where autograd gives none, it is
     0: as many have to be reduced on every rank."""
-    for part in group.fsdp_params:
+    parts = group.fsdp_params
+    for part, whole in zip(parts, whole_of_each(parts), strict=True):
         lay_out_gradient(shard_of(part))
-        whole = whole_of(part)
         is_late = id(whole) in used and part.unsharded_accumulated_grad is None
         if is_late and whole.grad is None:
             whole.grad = torch.zeros_like(whole)

@@ -24,7 +24,7 @@ from labkit.checks import UnsupportedLoopError
 from labkit.compat.c10d import local_part
 from labkit.compat.data_parallel import choose_cast
 from labkit.compat.data_parallel import choose_hooked
-from labkit.compat.data_parallel import drop_whole_gradient
+from labkit.compat.data_parallel import drop_whole_gradients
 from labkit.compat.data_parallel import groups_of
 from labkit.compat.data_parallel import init_root
 from labkit.compat.data_parallel import is_in_place
@@ -33,7 +33,7 @@ from labkit.compat.data_parallel import reduce_at_end
 from labkit.compat.data_parallel import reset_step
 from labkit.compat.data_parallel import set_reduction
 from labkit.compat.data_parallel import shard_of
-from labkit.compat.data_parallel import whole_of
+from labkit.compat.data_parallel import whole_of_each
 from labkit.compat.data_parallel import whole_size
 from labkit.compat.torch import DisableTorchFunctionSubclass
 from labkit.compat.torch import has_gradient_hooks
@@ -247,12 +247,12 @@ class FSDP(Prepared):
 
     def _note_whole(self) -> None:
         """What is gathered for a backward pass; the loop is not to set it."""
+        gathered = [group for group in self._groups if group.is_unsharded]
+        parts = [part for group in gathered for part in group.fsdp_params]
         self._whole = [
             (part, whole, version_of(whole))
-            for group in self._groups
-            if group.is_unsharded
-            for part in group.fsdp_params
-            if (whole := whole_of(part)) is not None
+            for part, whole in zip(parts, whole_of_each(parts), strict=True)
+            if whole is not None
         ]
 
     def _reshard(self) -> None:
@@ -308,14 +308,13 @@ class FSDP(Prepared):
     def _added(self) -> dict[str, torch.Tensor]:
         """Parameters of layers that the loop has put into the model since prepare, by
         name: no strategy knows of them, and each rank has its own."""
-        known = {*map(id, self._shards.values()), *map(id, map(whole_of, self._parts))}
+        known = {*map(id, (*self._shards.values(), *whole_of_each(self._parts)))}
         return {n: p for n, p in self.module.named_parameters() if id(p) not in known}
 
     def accumulators(self) -> list[tuple[nn.Parameter, Any]]:
         # In the graph are the whole parameters, which may be made in any forward pass.
         found = []
-        for part in self._parts:
-            whole = whole_of(part)
+        for whole in whole_of_each(self._parts):
             if whole is not None and whole.requires_grad:
                 if id(whole) not in self._edges:
                     with DisableTorchFunctionSubclass():  # it takes a view
@@ -340,7 +339,7 @@ class FSDP(Prepared):
         if self.division is not None:
             self.division.begin_backward(roots)
         ours = set(map(id, used))
-        whole = [id(whole_of(part)) for part in self._parts]
+        whole = [*map(id, whole_of_each(self._parts))]
         flags = [each in ours for each in whole]
         # A group is reduced where any of its parameters is reached.
         of_group = iter(flags)
@@ -381,16 +380,12 @@ class FSDP(Prepared):
         self._stop_waiting()
         reset_step(self._root, drops_gathers=False)
         self.drop_gradients()
-        self._drop_whole_gradients()
+        drop_whole_gradients(self._parts)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._has_dropped = False
         super().zero_grad(set_to_none)
-        self._drop_whole_gradients()
-
-    def _drop_whole_gradients(self) -> None:
-        for part in self._parts:
-            drop_whole_gradient(part)
+        drop_whole_gradients(self._parts)
 
     def finish(self) -> None:
         self._recover()
@@ -403,7 +398,7 @@ class FSDP(Prepared):
         if self.scaler is None:  # or it may have left the step out
             # The shards have changed, and autograd knows the whole parameters.
             changed = [p for p in self._parts if shard_of(p).grad is not None]
-            increment_version([w for p in changed if (w := whole_of(p)) is not None])
+            increment_version([w for w in whole_of_each(changed) if w is not None])
         return norm
 
     def memory(self) -> dict[str, Tensors]:
@@ -424,7 +419,7 @@ class FSDP(Prepared):
 
     def communication_buffers(self) -> list[torch.Tensor]:
         """The whole parameters of the blocks in use; the others' hold no memory."""
-        found = map(whole_of, self._parts)
+        found = whole_of_each(self._parts)
         return [whole for whole in found if whole is not None]
 
     def facts(self) -> ModelFacts:
