@@ -107,12 +107,13 @@ PLACED = ("Cumsum", "Select", "Slice")
 """Those for which it matters where along a dimension a number is."""
 SCALED = ("Abs", "Relu", "LeakyRelu", "Maximum", "Minimum")
 """Below which it does so too, where nothing is added to what it divides."""
-PAIRED = ("Mm", "Bmm", "Cdist", "EuclideanDist")
-"""What gives a number for each pair of rows of two matrices."""
+SQUARES = ("Mm", "Bmm", "Cdist", "EuclideanDist", "Pdist")
+"""What gives a number for each pair of rows of two matrices, or of one."""
 SORTED = ("Topk", "Sort")
 """What orders numbers by their size."""
 TAKEN = ("Index", "IndexSelect", "Gather")
 """What takes numbers by their places, as `argsort` gives them."""
+ORDERED = (*SORTED, *TAKEN)
 BROADCAST = (*OFFSETS, "Mul", "Div")
 """What does so, of inputs spread to one shape."""
 PROBABILITIES = ("Softmax", "Sigmoid")
@@ -135,6 +136,8 @@ LAYERS = (
 """What has to do with data, and is not seen in penalties on parameters."""
 
 Value = float | torch.Tensor
+Operation = tuple[Any, int, str]
+"""A node of the graph, which of its outputs it is reached by, and its kind."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,7 @@ class Terms:
         self._left = MAX_NODES
         self._left_below = MAX_NODES_OF_LOOK
         self._is_of_data: dict[Any, bool | None] = {}
+        self._near: dict[Any, list[Operation]] = {}
 
     def below(
         self, root: Any, factors: tuple[Factor, ...] = (), curve: Any = None
@@ -250,30 +254,33 @@ class Terms:
         beside = [each for term in terms for each in self._beside(term)]
         return bool(beside) and bool(len(beside) % number)
 
-    def near(self, terms: list[Term]) -> list[tuple[Any, int]]:
-        """The operations right below terms, unless there are many of those, and which
-        of its outputs each is reached by."""
+    def near(self, terms: list[Term]) -> list[Operation]:
+        """The operations right below terms, unless there are many of those."""
         if len(terms) > MAX_NODES_BESIDE:
             return []
-        found: list[tuple[Any, int]] = []
-        for term in terms:
-            waiting: list[tuple[Any, int]] = [(term.node, 0)]
+        return [each for term in terms for each in self._operations_of(term.node)]
+
+    def _operations_of(self, root: Any) -> list[Operation]:
+        """It, and the operations right below it."""
+        if root not in self._near:
+            found = self._near[root] = []
+            waiting: list[tuple[Any, int]] = [(root, 0)]
             seen: set[Any] = set()
             while waiting and len(seen) < MAX_NODES_BESIDE:
                 node, output = waiting.pop(0)
                 if node is None or node in seen:
                     continue
                 seen.add(node)
-                found.append((node, output))
+                found.append((node, output, kind_of(node)))
                 waiting += node.next_functions
-        return found
+        return self._near[root]
 
-    def weights_of_samples(self, near: list[tuple[Any, int]]) -> list[torch.Tensor]:
+    def weights_of_samples(self, near: list[Operation]) -> list[torch.Tensor]:
         """Numbers of the loop's, one a sample, that these operations multiply by."""
         found: list[torch.Tensor] = []
-        for node, _ in near:
+        for node in nodes_of(near, "Mul"):
             inputs = [each for each, _ in node.next_functions]
-            if None in inputs and kind_of(node) == "Mul":
+            if None in inputs:
                 given = saved_value(node, "self" if inputs[0] is None else "other")
                 if isinstance(given, torch.Tensor) and (
                     given.numel() == self._num_samples and given.is_floating_point()
@@ -281,31 +288,33 @@ class Terms:
                     found.append(given.detach().double())
         return found
 
-    def weighs_by_counts(self, near: list[tuple[Any, int]]) -> bool:
+    def weighs_by_counts(self, near: list[Operation]) -> bool:
         """Whether positive targets count by how many negative ones there are."""
-        return any(
-            kind_of(node) == "BinaryCrossEntropyWithLogits" and _is_by_counts(node)
-            for node, _ in near
+        found = nodes_of(near, "BinaryCrossEntropyWithLogits")
+        return any(map(_is_by_counts, found))
+
+    def has_pairs(self, near: list[Operation]) -> bool:
+        """Whether each sample is compared with every other one of this rank."""
+        pairs = [e for e in near if e[2] in SQUARES and self._is_of_pairs(*e)]
+        spread = [e for e in near if e[2] in BROADCAST and self._spreads(*e[:2])]
+        # As many as samples: each within one sample.
+        if not self._is_some([node for node, *_ in pairs]) and not spread:
+            return False
+        return not any(_is_gathered(node, output) for node, output, _ in near)
+
+    def sorts_samples(self, near: list[Operation]) -> bool:
+        """Whether samples are put in an order, as to take the hardest of this rank."""
+        found = [
+            node
+            for node, _, kind in near
+            if kind in ORDERED and self._is_sorted(node, kind)
+        ]
+        # As many as samples: each within one sample.
+        return self._is_some(found) and not any(
+            _is_gathered(node, output) for node, output, _ in near
         )
 
-    def has_pairs(self, near: list[tuple[Any, int]]) -> bool:
-        """Whether each sample is compared with every other one of this rank."""
-        pairs = [each for each in near if self._is_of_pairs(*each)]
-        # As many as samples: each within one sample.
-        if not self._is_some(pairs) and not any(self._spreads(*each) for each in near):
-            return False
-        return not any(_is_gathered(*each) for each in near)
-
-    def sorts_samples(self, near: list[tuple[Any, int]]) -> bool:
-        """Whether samples are put in an order, as to take the hardest of this rank."""
-        found = [each for each in near if self._is_sorted(each[0])]
-        # As many as samples: each within one sample.
-        return self._is_some(found) and not any(_is_gathered(*each) for each in near)
-
-    def _is_sorted(self, node: Any) -> bool:
-        kind = kind_of(node)
-        if kind not in SORTED and kind not in TAKEN:
-            return False
+    def _is_sorted(self, node: Any, kind: str) -> bool:
         [(below, output)] = node.next_functions[:1]
         sizes = _shape(below, output) or ()
         if kind in SORTED:
@@ -318,8 +327,7 @@ class Terms:
     def weighted(self, root: Any) -> dict[Any, torch.Tensor]:
         """Products of mean probabilities over the samples with numbers, and these: the
         shares of the samples, where it balances the loads of experts."""
-        near = [node for node, _ in self.near([Term(root, "other")])]
-        products = [node for node in near if kind_of(node) in ("Mul", *DOTS)]
+        products = nodes_of(self._operations_of(root), "Mul", *DOTS)
         found = {node: _numbers_of(node) for node in products}
         return {
             node: numbers
@@ -329,10 +337,10 @@ class Terms:
 
     def is_with(self, term: Term, nodes: Iterable[Any]) -> bool:
         """Whether a term is made of what these operations give, or the reverse."""
-        below = {node for node, _ in self.near([term])}
+        below = [each for each, *_ in self._operations_of(term.node)]
         return any(
             node in below
-            or term.node in {each for each, _ in self.near([Term(node, "other")])}
+            or term.node in [each for each, *_ in self._operations_of(node)]
             for node in nodes
         )
 
@@ -355,17 +363,15 @@ class Terms:
                 waiting += [(each, is_mean) for each, _ in node.next_functions]
         return False
 
-    def has_products(self, near: list[tuple[Any, int]]) -> bool:
+    def has_products(self, near: list[Operation]) -> bool:
         """Whether features are multiplied by each other and summed over the samples, as
         in a matrix of their covariances."""
-        return self._is_some([each for each in near if self._is_product(each[0])])
+        return self._is_some([*filter(self._is_product, nodes_of(near, "Mm"))])
 
-    def _is_some(self, found: list[tuple[Any, int]]) -> bool:
-        return bool(len({node for node, _ in found}) % (self._num_samples or 1))
+    def _is_some(self, nodes: list[Any]) -> bool:
+        return bool(len({*nodes}) % (self._num_samples or 1))
 
     def _is_product(self, node: Any) -> bool:
-        if kind_of(node) != "Mm":
-            return False
         left, right = (_shape(*each) or (0, 0) for each in node.next_functions)
         return (
             left[-1] == right[0] == self._num_samples
@@ -373,15 +379,14 @@ class Terms:
             and all(self.is_of_data(each) for each, _ in node.next_functions)
         )
 
-    def _is_of_pairs(self, node: Any, output: int) -> bool:
+    def _is_of_pairs(self, node: Any, output: int, kind: str) -> bool:
         """Whether it is a square of numbers, of rows of two matrices of data, or half
         of one."""
-        kind = kind_of(node)
         if kind == "Pdist":
             halves = [k * (k - 1) // 2 for k in self._sizes_of_pairs()]
             is_half = prod(_shape(node, output) or ()) in halves
             return is_half and self.is_of_data(node.next_functions[0][0]) is True
-        if kind not in PAIRED or len(node.next_functions) < 2:
+        if len(node.next_functions) < 2:
             return False
         *others, rows, columns = (1, 1, *(_shape(node, output) or ()))
         inputs = [each for each, _ in node.next_functions[:2]]
@@ -394,7 +399,7 @@ class Terms:
 
     def _spreads(self, node: Any, output: int) -> bool:
         """Whether it compares rows by broadcasting: (k, 1, ...) with (1, k, ...)."""
-        shape = _shape(node, output) or () if kind_of(node) in BROADCAST else ()
+        shape = _shape(node, output) or ()
         rows = shape[0] if shape else 0
         if shape[:2] != (rows, rows) or rows not in self._sizes_of_pairs():
             return False
@@ -614,15 +619,12 @@ class Terms:
             if self._has_samples(shape):
                 waiting += [each for each in node.next_functions if each[0] is not None]
                 continue
-            below = _term(node, kind_of(node))
-            if kind_of(node) in EXTREMES:
+            kind = kind_of(node)
+            if kind in EXTREMES:
                 continue
+            below = _term(node, kind)
             if below is None:
-                if prod(shape or ()) == 1 and kind_of(node) in (
-                    *ADDED,
-                    *CURVED,
-                    *PASSED,
-                ):
+                if prod(shape or ()) == 1 and kind in (*ADDED, *CURVED, *PASSED):
                     waiting += [e for e in node.next_functions if e[0] is not None]
             elif self._is_over_batch(below) and _begins_with(below, self._num_samples):
                 found.append(node)
@@ -644,6 +646,11 @@ class Terms:
 def kind_of(node: Any) -> str:
     """The name of an operation: "Mul" of "MulBackward0"."""
     return str(node.name()).partition("Backward")[0]
+
+
+def nodes_of(operations: list[Operation], *kinds: str) -> list[Any]:
+    """The nodes of those of these kinds."""
+    return [node for node, _, kind in operations if kind in kinds]
 
 
 def _is_scaled(node: Any, kind: str) -> bool:
@@ -825,7 +832,7 @@ def _shape(node: Any, output: int) -> tuple[int, ...] | None:
 def _numbers(shape: Any) -> tuple[int, ...]:
     """A shape without the one of a nested tensor that stands for many lengths, with
     which there is no arithmetic."""
-    return tuple(each for each in shape if isinstance(each, int))
+    return tuple([each for each in shape if isinstance(each, int)])
 
 
 def _constant(node: Any, *, is_second: bool) -> Factor:
