@@ -341,20 +341,17 @@ class Settings:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._known: list[list[Any]] | None = None
+        self._known: list[Any] | None = None
         self._number = 0
 
     @property
     def number(self) -> int:
         """Of the settings as they are now."""
-        found = [
-            [
-                value if type(value) in _PLAIN else plain(value)
-                for key, value in group.items()
-                if key != "params"
-            ]
-            for group in self._optimizer.param_groups
-        ]
+        found: list[Any] = []
+        for group in self._optimizer.param_groups:
+            for key, value in group.items():
+                if key != "params":
+                    found.append(value if type(value) in _PLAIN else plain(value))
         if found != self._known:  # to write them out takes ten times as long
             self._known = found
             keys = [sorted(group) for group in self._optimizer.param_groups]
@@ -463,7 +460,7 @@ class InOrder:
         number = self._number[id(parameter)]
         self._came.append(number)
         self._ready[number] = parameter, *rest
-        if self._used is not None:
+        if self._used is not None and self._num_held:
             # Until there is enough to send, the pass goes on. By what has come, and not
             # by whether the ranks agree already, which one sees earlier than another:
             # what else the pass sends, of a layer or of a second model, would meet the

@@ -196,7 +196,7 @@ class Links:
         """Whether all has come, and others have what they wait for: no thread sends the
         rest of a long message later."""
         has_come = len(self._came[key]) == len(self.links)
-        return has_come and not any(each.unsent for each in self.links.values())
+        return has_come and not [each for each in self.links.values() if each.unsent]
 
     def _await(self, key: Key) -> None:
         deadline = time.monotonic() + self.timeout_s

@@ -29,19 +29,24 @@ T = TypeVar("T")
 class Pending(Generic[T]):
     """What ranks have begun to exchange, and go on meanwhile."""
 
-    def __init__(self, read: Callable[[], T]) -> None:
+    def __init__(self, read: Callable[[], Any], *then: Callable[[Any], Any]) -> None:
         self._read = read
+        self._then = then
+        """What makes of it what is asked for, one after the other."""
         self._found: list[T] = []
 
     def wait(self) -> T:
         """What has come of it: the same, however often it is asked for."""
         if not self._found:
-            self._found.append(self._read())
+            found = self._read()
+            for function in self._then:
+                found = function(found)
+            self._found.append(found)
         return self._found[0]
 
     def then(self, function: Callable[[T], S]) -> "Pending[S]":
-        """What `function` makes of it, once that is waited for."""
-        return Pending(lambda: function(self.wait()))
+        """What `function` makes of it, once that is waited for; this is not, then."""
+        return Pending(self._read, *self._then, function)
 
 
 @dataclass(frozen=True)
