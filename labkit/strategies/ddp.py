@@ -415,8 +415,11 @@ class DDP(Prepared):
             if parameter.grad is not None and parameter.grad.layout is torch.strided
         )
         first = next(storages, None)  # in every step; the others where it is new
-        if first is None or any(first is bucket() for bucket in self._buckets):
+        if first is None:
             return
+        for bucket in self._buckets:
+            if bucket() is first:
+                return
         found = {id(each): each for each in (first, *storages)}
         self._buckets = [weakref.ref(each) for each in found.values()]
 

@@ -67,14 +67,17 @@ class Forecastable:
         """A forward pre-hook."""
         if torch.jit.is_tracing():  # which would warn of what looks at a shape
             return
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if any(x.is_nested for x in tensors):  # which have no shape in numbers
-            return
-        shapes = [getattr(x, "shape", None) for x in args]
+        shapes: list[Any] = []
+        for x in args:
+            if isinstance(x, torch.Tensor) and x.is_nested:
+                return  # it has no shape in numbers
+            shapes.append(getattr(x, "shape", None))
         if shapes != self.shapes:
             self.shapes = shapes
             self.inputs = tuple(
-                torch.empty(x.shape, dtype=x.dtype, device="meta") for x in tensors
+                torch.empty(x.shape, dtype=x.dtype, device="meta")
+                for x in args
+                if isinstance(x, torch.Tensor)
             )
 
 

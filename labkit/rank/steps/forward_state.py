@@ -109,12 +109,11 @@ class ForwardState:
 
     def _note_batchnorm(self) -> None:
         """One in eval mode takes no statistics of a batch."""
-        if any(
-            module.training and not getattr(module, "is_synchronized", False)
-            for module in self._batchnorms
-        ):
-            self._batchnorms = []
-            self._prepared.note(BATCHNORM)
+        for module in self._batchnorms:
+            if module.training and not getattr(module, "is_synchronized", False):
+                self._batchnorms = []
+                self._prepared.note(BATCHNORM)
+                return
 
     def _note_repeated(self, names: list[str]) -> None:
         if names and not self._has_noted_repeated:  # which need not be on all ranks

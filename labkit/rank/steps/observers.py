@@ -22,7 +22,6 @@ from labkit.rank.measuring.step_profiler import is_sampled
 from labkit.rank.steps.optimizer import PreparedOptimizer
 from labkit.rank.telemetry.replica_fingerprints import ReplicaWatch
 from labkit.records import Averages
-from labkit.strategies.prepared import Prepared
 
 UNMEASURED = "memory and collectives were not measured in the remaining steps: "
 GIVE_UP_STEPS = 100
@@ -96,7 +95,7 @@ class StepSampler(Observer):
 
     def __init__(
         self,
-        prepared: Callable[[], list[Prepared]],
+        optimizers: Sequence[PreparedOptimizer],
         device: torch.device,
         *,
         noticed: Callable[[], list[torch.optim.Optimizer]],
@@ -104,10 +103,11 @@ class StepSampler(Observer):
         note: Callable[[str], None],
         left_out: Container[int] = (),
     ) -> None:
-        """`noticed()` are the optimizers that have taken a step, or are prepared. Steps
-        that are `left_out` are not measured: one after them is."""
+        """`optimizers` are those of `prepare`, as they come; `noticed()` those that
+        have taken a step, or are prepared. Steps that are `left_out` are not measured:
+        one after them is."""
         self._left_out = left_out
-        self._prepared = prepared
+        self._optimizers = optimizers
         self._noticed = noticed
         self._device = device
         self._report = report
@@ -141,25 +141,26 @@ class StepSampler(Observer):
         if self._probe is not None:
             self._probe.begin_forward()
         elif self._is_to_measure(number):
-            self._begin(self._prepared)
+            self._begin([each.prepared for each in self._optimizers])
 
     def _is_to_measure(self, number: int) -> bool:
         """Whether a step is to be measured: this one is sampled, or one from which on a
         strategy sends another number of bytes; or one before it, which could not be."""
-        if not self._is_due:
-            self._is_due = is_sampled(number) or any(
-                number in each.steps_to_measure for each in self._prepared()
-            )
+        if is_sampled(number):
+            self._is_due = True
+        for each in self._optimizers:
+            if number in each.prepared.steps_to_measure:
+                self._is_due = True
         return self._is_due and self._step not in self._left_out
 
-    def _begin(self, trained: Callable[[], Sequence[Trained]]) -> None:
+    def _begin(self, trained: Sequence[Trained]) -> None:
         """Measure the step that is due, unless something is in the way."""
         self._hindrance = hindrance()
         if self._hindrance:
             return
         self._is_due = False
         self._probe = StepProbe(
-            trained(),
+            trained,
             self._device,
             step=self._step,
             began=self._began,
@@ -204,10 +205,10 @@ class StepSampler(Observer):
             self._stop(is_complete=True)
         if (
             self._probe is None
-            and not self._prepared()
+            and not self._optimizers
             and self._is_to_measure(step + 1)
         ):
-            self._begin(lambda: [Noticed(self._noticed)])
+            self._begin([Noticed(self._noticed)])
             self._is_by_hand = self._probe is not None
 
     def end_epoch(self) -> None:
@@ -236,7 +237,7 @@ class StepSampler(Observer):
 
     def _report_averages(self) -> None:
         """What went between steps, or in steps that were not measured."""
-        found = [each.averages() for each in self._prepared()]
+        found = [each.prepared.averages() for each in self._optimizers]
         if sent := [each for each in found if each is not None]:
             self._report(functools.reduce(Averages.plus, sent))
 

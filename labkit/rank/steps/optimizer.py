@@ -310,13 +310,14 @@ class PreparedOptimizer(torch.optim.Optimizer):
         return self._progress.num_held > 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        if self.is_held and self._progress.has_passed:
+        is_held = self.is_held
+        if is_held and self._progress.has_passed:
             raise UnsupportedLoopError(
                 "the loop calls zero_grad() between a backward pass and its step; with "
                 "--accumulate this would discard the gradients of the step's earlier "
                 "microbatches, too. Leave out --accumulate for this loop"
             )
-        if not self.is_held:
+        if not is_held:
             self._hidden.clear()
             self._progress.is_fresh |= set_to_none
             self.prepared.zero_grad(set_to_none)

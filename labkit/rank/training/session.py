@@ -156,7 +156,7 @@ class Session:
         )
         hooks = self._loss_hooks = LossHooks()
         sampler = StepSampler(
-            self.prepared,
+            self._optimizers,
             device,
             noticed=hooks.optimizers,
             report=report,
