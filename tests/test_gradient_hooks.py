@@ -1,12 +1,18 @@
 """Gradients of parameters: hooks for them, and a list of them that a loop keeps."""
 
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
 
 from labkit import Lab
 from labkit import RankError
 from labkit.notebook.runs.run import Run
 from labkit.rank.loss.gradient_hooks import watching_gradient_hooks
+from labkit.strategies.model import gradients
+from labkit.strategies.model.gradients import CellGradients
+from labkit.strategies.model.gradients import owner_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -166,3 +172,26 @@ for epoch in range(2):
     train(lab, "ddp", SET_UP, PREPARE, keep)
     assert lab.pull("are_same", "all") == [[True] * 4] * 2
     assert lab.pull("are_zero", "all") == [[True] * 4] * 2
+
+
+class InParts:
+    """Has the gradient of each parameter in parts."""
+
+    hides_gradients = False
+
+    def full_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+        return torch.ones_like(parameter)
+
+
+def test_who_has_a_gradient_in_parts_is_forgotten_with_the_strategy() -> None:
+    parameter, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    owner: Any = InParts()
+    first, second = CellGradients(owner, [parameter]), CellGradients(owner, [other])
+    assert owner_of(parameter) is owner
+    assert parameter.grad is not None
+    assert torch.equal(parameter.grad, torch.ones(2))
+    del first
+    assert owner_of(parameter) is None
+    assert parameter.grad is None
+    assert id(parameter) not in gradients._of
+    assert owner_of(other) is second.owner
