@@ -346,6 +346,23 @@ for step, (x, y) in enumerate(loader):
             "        kept.lerp_(mean, 0.1)",
             "line 13: kept.lerp_(mean, 0.1)",
         ),
+        (
+            "kept = kept + 0.1 * loss.item()\n    kept = min(max(kept, 0), 1)",
+            "line 11: kept = kept + 0.1 * loss.item()",
+        ),
+        ("kept = max(0, min(1, kept + loss.item()))", "line 11: kept = max(0, min("),
+        ("kept = float(np.clip(kept + loss.item(), 0, 1))", "line 11: kept = float("),
+        ("kept = (0.9 * kept + out.mean(0)).clamp(-1, 1)", "line 11: kept = (0.9 * k"),
+        ("kept = y if kept is None else 0.9 * kept + y", "line 11: kept = y if kept"),
+        (
+            "if kept is None:\n        kept = y.mean(0)\n"
+            "    else:\n        kept = 0.9 * kept + y.mean(0)",
+            "line 14: kept = 0.9 * kept + y.mean(0)",
+        ),
+        (
+            "kl = out.mean().item()\n    if kl > 0.02:\n        kept *= 2",
+            "line 13: kept *= 2",
+        ),
     ],
 )
 def test_what_a_loop_keeps_of_its_samples_is_found(after: str, found: str) -> None:
@@ -373,11 +390,20 @@ def test_what_a_loop_keeps_of_its_samples_is_found(after: str, found: str) -> No
         ("out, kept = model(x, kept)", "kept = [each.detach() for each in kept]"),
         ("loss = loss + 0.1 * out.mean()", "pass"),  # of several batches
         ("weights = [w for w in kept]", "weights.append(out)"),
+        ("pass", "if step % 2 == 1:\n        kept *= 0.9"),
+        ("kept = kept + out.mean()", "if step % 2:\n        kept = 0"),
     ],
 )
 def test_what_is_of_one_batch_or_none_is_not_kept(before: str, after: str) -> None:
     assert kept_of_samples(KEEPING.format(before=before, after=after)) is None
     assert kept_of_samples("this is no Python") is None
+
+
+def test_what_divides_a_loss_is_found() -> None:
+    code = KEEPING.format(before="pass", after="kept = 0.9 * kept + loss.item()")
+    code = code.replace("loss.backward()", "(loss / kept).backward()")
+    code = code.replace("compare(out, y, kept)", "compare(out, y)")
+    assert str(kept_of_samples(code)).startswith("line 11: kept = 0.9 * kept + loss")
 
 
 def test_what_a_class_keeps_is_found() -> None:

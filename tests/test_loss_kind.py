@@ -73,6 +73,12 @@ def dice(x: Tensor, dim: int | None = None) -> Tensor:
     return 1 - ((2 * both + 1) / (all_of + 1)).mean()
 
 
+def dice_in_rows(x: Tensor) -> Tensor:
+    """Of two classes, with a column for each pixel of the batch."""
+    p, t = (torch.stack([1 - each, each]).flatten(1) for each in (x.sigmoid(), T))
+    return 1 - (2 * (p * t).sum(-1) / (p + t).sum(-1)).mean()
+
+
 def paired(scores: Tensor) -> Tensor:
     return F.cross_entropy(scores, torch.arange(len(scores)))
 
@@ -283,6 +289,12 @@ RIGHT: dict[str, Loss] = {
         0.9 * (x - T) / len(x), -0.1 * (x - T) / len(x)
     ).sum(),
     "divided, times a learned weight": lambda x: (Q[0] * (x.mean(1) / len(x))).sum(),
+    "a bound for each column unreached": lambda x: torch.maximum(
+        x.square().mean(0), torch.full((5,), 1e-9)
+    ).sum(),
+    "means of each sample's steps": lambda x: (
+        (x[:, :4].T[:, :, None] * T[:4, :].T[None, :4]).mean(2).square().mean()
+    ),
     "an element": lambda x: x[0, 0],
     "a vector": lambda x: x.sum(1),
     "no graph": lambda x: x.detach().sum(),
@@ -457,7 +469,36 @@ NOTED: dict[str, tuple[Loss, str]] = {
         SORTED,
     ),
     "samples in order": (lambda x: F.mse_loss(x.sort(0)[0], T.sort(0)[0]), SORTED),
+    "samples in order along columns": (
+        lambda x: F.mse_loss(x.T.sort(1)[0], T.T.sort(1)[0]),
+        SORTED,
+    ),
     "pairs and a mean": (lambda x: clip(x) + F.mse_loss(x, T), PAIRS),
+    "dice of classes in rows": (lambda x: dice_in_rows(x), CURVED_MEAN),
+    "a Gram matrix by einsum": (
+        lambda x: torch.einsum("bi,bj->ij", x, x * T).div(4).pow(2).mean(),
+        CURVED_MEAN,
+    ),
+    "columns brought to a norm": (
+        lambda x: F.mse_loss(F.normalize(x, dim=0), F.normalize(T, dim=0)),
+        CURVED_MEAN,
+    ),
+    "similarities of columns": (
+        lambda x: 1 - F.cosine_similarity(x, T, dim=0).mean() + F.mse_loss(x, T),
+        CURVED_MEAN,
+    ),
+    "beside a mean with a weight": (
+        lambda x: (x.norm(dim=1) - 0.1 * x.norm(dim=1).mean()).square().mean(),
+        CURVED_MEAN,
+    ),
+    "a bound for each column": (
+        lambda x: torch.maximum(x.square().mean(0), torch.full((5,), 0.5)).sum(),
+        CURVED_MEAN,
+    ),
+    "the greater of two means": (
+        lambda x: torch.maximum(F.mse_loss(x, T), x.abs().mean()),
+        CURVED_MEAN,
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 those of a batch."""
 
 import ast
+from collections.abc import Iterable
 from collections.abc import Iterator
 
 from labkit.rank.code.exchanges import EXCHANGES
@@ -23,6 +24,9 @@ KEEPING = {"append", "appendleft", "extend", "enqueue", "push"} | {
     *("add_", "copy_", "lerp_", "mul_", "sub_")
 }
 """Methods by which a list, a queue or a tensor is given something to keep."""
+
+OF_NUMBERS = {"min", "max", "abs", "float", "round"}
+"""Functions of Python's."""
 
 EMPTYING = {"clear", "zero_"}
 """Methods after which it has nothing of the rounds before."""
@@ -120,11 +124,18 @@ class _Kept:
             for name in named_in(node.func.value)
         }
         self._of_batch, self._in_loss = set(batch), set(losses)
-        self._not_kept = not_kept | batch | losses
+        self._not_kept = not_kept | batch
         """Names of models and loaders, and those that each round sets again."""
+        self._begun = set(map(id, statements_that_begin(self._nodes)))
         for _ in range(5):  # a name may be used above the line that sets it
             for node in self._nodes:
                 self._follow(node)
+        self._decided: dict[int, set[str]] = {}
+        """By a statement, the names that decide whether a round does it."""
+        for node in self._nodes:
+            for each in ast.walk(node) if isinstance(node, ast.If) else ():
+                names = self._decided.setdefault(id(each), set())
+                names.update(named_in(node.test))  # type: ignore[attr-defined]
 
     def _follow(self, node: ast.AST) -> None:
         if isinstance(node, ast.For):
@@ -141,7 +152,8 @@ class _Kept:
             of = {*named_in(node.value)}
             names = {each for target in node.targets for each in named_in(target)}
             for target in node.targets:
-                if isinstance(target, ast.Name | ast.Tuple):
+                is_set = isinstance(target, ast.Name | ast.Tuple)
+                if is_set and id(node) not in self._begun:
                     self._not_kept |= {*named_in(target)} - of
             if isinstance(node.value, ast.Call) and not is_of_torch(node.value):
                 given = (n for each in node.value.args for n in named_in(each))
@@ -188,8 +200,15 @@ class _Kept:
                 break
             target = target.func if isinstance(target, ast.Call) else target.value
         names = {*named_in(target)}
-        others = {*named_in(value)} - names
+        others = {*named_in(value), *self._decided.get(id(node), ())} - names
         return len(names & kept) == 1 and bool(others & self._of_batch)
+
+
+def statements_that_begin(nodes: Iterable[ast.AST]) -> Iterator[ast.stmt]:
+    """Those in `if center is None: center = ...`, done in the first round alone."""
+    for node in nodes:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith(" is None"):
+            yield from node.body
 
 
 def emptied_by(node: ast.Call | ast.Delete) -> set[str]:
@@ -213,19 +232,30 @@ def is_named(target: ast.Subscript) -> bool:
 def is_mixed(value: ast.expr, names: set[str]) -> bool:
     """Whether one of these names is mixed with something by operators, or by a function
     of torch: what any other is given may be a recurrent model's state."""
-    while isinstance(value, ast.Subscript) or (
-        isinstance(value, ast.Call)
-        and isinstance(value.func, ast.Attribute)
-        and value.func.attr in {*VIEWS, *COPIES}
-    ):
+    while isinstance(value, ast.Subscript) or is_of_number(value):
         value = value.value if isinstance(value, ast.Subscript) else value.func.value  # type: ignore[attr-defined]
+    if isinstance(value, ast.IfExp):
+        return is_mixed(value.body, names) or is_mixed(value.orelse, names)
     is_one = isinstance(value, ast.BinOp | ast.ListComp) or is_of_torch(value)
     return is_one and bool({*named_in(value)} & names)
 
 
+def is_of_number(value: ast.expr) -> bool:
+    """Whether it is a method of what operators give, or one that changes no number."""
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
+        return False
+    of = value.func.value
+    return isinstance(of, ast.BinOp) or value.func.attr in {*VIEWS, *COPIES}
+
+
 def is_of_torch(value: ast.expr) -> bool:
-    """Whether it is what a function of torch returns, or a method of a tensor."""
+    """Whether it is what a function of torch, of NumPy or of Python's numbers returns,
+    or a method of a tensor."""
     if not isinstance(value, ast.Call):
         return False
     name = ast.unparse(value.func)
-    return name.startswith(("torch.", "F.")) or name.endswith((".lerp", ".add", ".mul"))
+    return (
+        name.startswith(("torch.", "F.", "np.", "numpy.", "math."))
+        or name.endswith((".lerp", ".add", ".mul"))
+        or name in OF_NUMBERS
+    )

@@ -64,8 +64,10 @@ CURVED = (
     "LogSigmoid",
 )
 """Functions of one number: that of a mean is not the mean of the functions."""
-BENT = ("Abs", "Relu", "Clamp", "ClampMin", "ClampMax")
+BENT = ("Abs", "Relu", "Clamp", "ClampMin", "ClampMax", "Maximum", "Minimum")
 """Functions that leave alone the numbers on one side."""
+ELEMENTWISE = (*ADDED, *PASSED, *CURVED, *BENT, "Mul", "Div")
+"""What a statistic may go through before samples are compared with it."""
 EXTREMES = ("Max", "Min", "Median", "Amax", "Amin")
 STATISTICS = (
     *EXTREMES,
@@ -208,7 +210,7 @@ class Terms:
             if node is None:
                 continue
             kind = kind_of(node)
-            term = _term(node, kind)
+            term = self._term(node, kind)
             if term is not None and self._is_of_one(term):
                 waiting.append((*node.next_functions[0], factors, curve))
                 continue
@@ -233,9 +235,9 @@ class Terms:
             elif kind in ("Mul", "Div"):
                 waiting += self._factored(node, kind, factors, curve)
             elif kind in CURVED or (kind in BENT and _is_bent(node, kind)):
-                waiting.append((*inputs[0], factors, curve or node))
+                waiting += [(*each, factors, curve or node) for each in inputs]
             elif kind in BENT:
-                waiting.append((*inputs[0], factors, curve))
+                waiting += [(*each, factors, curve) for each in inputs]
 
     def has_curved(self, terms: list[Term]) -> bool:
         """Whether a loss is no linear function of means over the samples."""
@@ -318,10 +320,11 @@ class Terms:
         [(below, output)] = node.next_functions[:1]
         sizes = _shape(below, output) or ()
         if kind in SORTED:
-            is_along = _reduced(saved_number(node, "dim"), len(sizes)) == {0}
+            dims = _reduced(saved_number(node, "dim"), len(sizes))
+            is_along = dims == {0} or _are_of_samples(dims, sizes, self._num_samples)
         else:
-            is_along = _takes_some_in_order(node, kind, sizes)
-        is_over = is_along and self._has_samples(sizes[:1])
+            dims, is_along = {0}, _takes_some_in_order(node, kind, sizes)
+        is_over = is_along and self._has_samples(tuple(sizes[at] for at in dims))
         return is_over and self.is_of_data(below) is True
 
     def weighted(self, root: Any) -> dict[Any, torch.Tensor]:
@@ -354,7 +357,7 @@ class Terms:
                 continue
             seen.add((node, is_mean))
             kind = kind_of(node)
-            term = _term(node, kind)
+            term = self._term(node, kind)
             if kind in PROBABILITIES and is_mean:
                 return True
             is_over_samples = term is not None and _begins_with(term, self._num_samples)
@@ -366,16 +369,20 @@ class Terms:
     def has_products(self, near: list[Operation]) -> bool:
         """Whether features are multiplied by each other and summed over the samples, as
         in a matrix of their covariances."""
-        return self._is_some([*filter(self._is_product, nodes_of(near, "Mm"))])
+        return self._is_some([*filter(self._is_product, nodes_of(near, "Mm", "Bmm"))])
 
     def _is_some(self, nodes: list[Any]) -> bool:
         return bool(len({*nodes}) % (self._num_samples or 1))
 
     def _is_product(self, node: Any) -> bool:
-        left, right = (_shape(*each) or (0, 0) for each in node.next_functions)
+        # A product by einsum is one of a batch of one.
+        left, right = (
+            (1, 1, *(_shape(*each) or (0, 0)))[-3:] for each in node.next_functions
+        )
         return (
-            left[-1] == right[0] == self._num_samples
-            and left[0] != self._num_samples
+            left[0] == right[0] == 1
+            and left[-1] == right[-2] == self._num_samples
+            and left[-2] != self._num_samples
             and all(self.is_of_data(each) for each, _ in node.next_functions)
         )
 
@@ -505,7 +512,7 @@ class Terms:
             values = [found[0].value for _, _, found, _ in factor if found]
             by = float(values[0] or 0) if len(values) == 1 else 0.0
             return abs(by - number) < 1e-4 * number
-        term = _term(node, kind)
+        term = self._term(node, kind)
         if term is not None:
             return term.kind == "mean" and self._has_samples(term.sizes)
         sizes = saved_number(node, "self_sym_sizes") if kind == "Mean" else None
@@ -622,13 +629,20 @@ class Terms:
             kind = kind_of(node)
             if kind in EXTREMES:
                 continue
-            below = _term(node, kind)
+            below = self._term(node, kind)
             if below is None:
-                if prod(shape or ()) == 1 and kind in (*ADDED, *CURVED, *PASSED):
+                if kind in ELEMENTWISE:
                     waiting += [e for e in node.next_functions if e[0] is not None]
             elif self._is_over_batch(below) and _begins_with(below, self._num_samples):
                 found.append(node)
         return found
+
+    def _term(self, node: Any, kind: str) -> Term | None:
+        """What an operation makes of many numbers; None where it does something
+        else."""
+        if kind in ("Mean", "Sum", *STATISTICS):
+            return _reduction(node, kind, self._num_samples)
+        return _loss_term(node, kind)
 
     def _is_over_batch(self, term: Term) -> bool:
         sizes = term.sizes
@@ -739,10 +753,9 @@ def _begins_with(term: Term, num_samples: int | None) -> bool:
     return bool(term.sizes and num_samples and term.sizes[0] % num_samples == 0)
 
 
-def _term(node: Any, kind: str) -> Term | None:
-    """What an operation makes of many numbers; None where it does something else."""
-    if kind in ("Mean", "Sum", *STATISTICS):
-        return _reduction(node, kind)
+def _loss_term(node: Any, kind: str) -> Term | None:
+    """What a loss function of torch's makes of its numbers; None where it makes as many
+    of them, and of what is none."""
     reduction = saved_number(node, "reduction")
     if reduction not in (1, 2):
         return None
@@ -761,15 +774,16 @@ def _term(node: Any, kind: str) -> Term | None:
     return Term(node, name, sizes, total, is_weighted=is_weighted, is_partial=True)
 
 
-def _reduction(node: Any, kind: str) -> Term | None:
-    """A mean, sum or statistic over all elements, or over the first dimension."""
+def _reduction(node: Any, kind: str, num_samples: int | None = None) -> Term | None:
+    """A mean, sum or statistic over all elements, or over the dimension of samples:
+    the first, or another where those that are left can have none."""
     sizes = saved_number(node, "self_sym_sizes")
     if sizes is None:
         inner = _shape(*node.next_functions[0])
         sizes = () if inner is None else inner
     sizes = tuple(sizes)
     if dims := _reduced(saved_number(node, "dim"), len(sizes)):
-        if 0 not in dims:
+        if 0 not in dims and not _are_of_samples(dims, sizes, num_samples):
             return None
         sizes = tuple(size for at, size in enumerate(sizes) if at in dims)
     if kind == "Mean":
@@ -777,6 +791,16 @@ def _reduction(node: Any, kind: str) -> Term | None:
     power = saved_number(node, "ord")
     power = saved_number(node, "p") if power is None else power
     return Term(node, "sum" if kind == "Sum" or power == 1 else "other", sizes)
+
+
+def _are_of_samples(
+    dims: set[int], sizes: tuple[int, ...], num_samples: int | None
+) -> bool:
+    """Whether these dimensions, none of which is the first, are those that samples are
+    along, as in a matrix of classes and samples: where no others can be."""
+    others = prod(size for at, size in enumerate(sizes) if at not in dims)
+    is_left_out = bool(num_samples and others % num_samples)
+    return is_left_out and not prod(sizes[at] for at in dims) % (num_samples or 1)
 
 
 def _reduced(dim: Any, rank: int) -> set[int]:
@@ -807,6 +831,13 @@ def _is_bent(node: Any, kind: str) -> bool:
     if given.is_complex():
         return True
     least, most = 0.0, float("inf")
+    if kind in ("Maximum", "Minimum"):
+        other = saved_value(node, "other")
+        if all(each for each, _ in node.next_functions):
+            return True  # on another rank the other may be the greater one
+        if node.next_functions[0][0] is None:
+            given, other = other, given
+        return bool((given < other if kind == "Maximum" else given > other).any())
     if kind.startswith("Clamp"):
         found = saved_value(node, "min"), saved_value(node, "max")
         if any(isinstance(each, torch.Tensor) for each in found):
