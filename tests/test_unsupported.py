@@ -22,6 +22,7 @@ from labkit.strategies.model.materialize import move
 from labkit.strategies.model.materialize import release
 from labkit.strategies.model.states import named_states
 from labkit.strategies.model.states import parameter_names
+from labkit.strategies.optimizers.elementwise import UNTRIED
 from labkit.strategies.optimizers.elementwise import check_elementwise
 from labkit.strategies.optimizers.kept import HOOKED
 from labkit.strategies.optimizers.kept import IDS
@@ -345,6 +346,10 @@ class Holding(ByMean):
         self.model = model
 
 
+class Freeing(ByMean):
+    def __del__(self) -> None: ...
+
+
 class Plain(torch.optim.AdamW):
     pass
 
@@ -368,17 +373,20 @@ MODEL = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 2))
         (Plain(MODEL.parameters(), lr=torch.tensor(1e-9)), True, True),
         (Plain(MODEL.parameters(), foreach=True, amsgrad=True), True, True),
         (Plain(MODEL.parameters(), fused=True), True, True),
-        # What cannot be known is tried by the loop.
-        (Plain(MODEL.parameters(), capturable=True), True, True),
-        (Holding(MODEL), True, True),
-        (ByAllReduce(MODEL.parameters()), True, True),
-        (type("Own", (torch.optim.LBFGS,), {})(MODEL.parameters()), True, True),
+        (Plain(MODEL.parameters(), capturable=True), None, None),
+        (Holding(MODEL), None, None),
+        (Freeing(MODEL.parameters()), None, None),
+        (ByAllReduce(MODEL.parameters()), None, None),
+        (type("Own", (torch.optim.LBFGS,), {})(MODEL.parameters()), None, None),
     ],
     ids=lambda each: type(each).__name__,
 )
 def test_optimizers_are_tried_on_parts(
-    optimizer: torch.optim.Optimizer, is_right: bool, is_right_by_parameter: bool
+    optimizer: torch.optim.Optimizer,
+    is_right: bool | None,
+    is_right_by_parameter: bool | None,
 ) -> None:
+    """None where it cannot be known."""
     before = [p.clone() for p in MODEL.parameters()]
     settings = [dict(group) for group in optimizer.param_groups]
     drawn, counted = torch.get_rng_state(), num_steps
@@ -387,8 +395,11 @@ def test_optimizers_are_tried_on_parts(
     for is_by_group in (True, False):
         expected = is_right if is_by_group else is_right_by_parameter
         refused = pytest.raises(UnsupportedLoopError, match="more than one element")
-        with nullcontext() if expected else refused:
-            check_elementwise(optimizer, torch.device("cpu"), is_by_group=is_by_group)
+        with refused if expected is False else nullcontext():
+            note = check_elementwise(
+                optimizer, torch.device("cpu"), is_by_group=is_by_group
+            )
+            assert note == (UNTRIED if expected is None else None)
     hook.remove()
     assert not seen
     assert not optimizer.state
@@ -398,6 +409,15 @@ def test_optimizers_are_tried_on_parts(
     assert getattr(optimizer, "num_steps", 0) == 0
     assert num_steps == counted
     assert history == {"steps": []}
+
+
+@pytest.mark.parametrize("name", ["AdamP", "SGDP", "SWATS"])
+def test_optimizers_that_look_at_whole_parameters_now_and_then_are_known(
+    name: str,
+) -> None:
+    kind = type(name, (torch.optim.SGD,), {})
+    with pytest.raises(UnsupportedLoopError, match=f"{name} computes its update from"):
+        check_elementwise(kind(MODEL.parameters()), torch.device("cpu"))
 
 
 class Around(torch.optim.Optimizer):

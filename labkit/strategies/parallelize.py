@@ -84,10 +84,11 @@ def parallelize(
         division = load(strategy.divide)(model, optimizer, mesh, device, options)
         options = division.options
     technique = strategy.load(None if mesh is None else mesh.mesh_dim_names)
-    prepared = technique(strategy, model, optimizer, mesh, device, options, roles)
+    prepared = technique(
+        strategy, model, optimizer, mesh, device, options, roles, note=note
+    )
     if strategy.server is None:  # its optimizers have their states on the servers
         move_states(optimizer)  # those that it has brought, after the model
-    prepared.note = note
     undo.append(prepared.close)
     if division is not None:
         undo += division.attach(prepared)

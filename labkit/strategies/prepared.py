@@ -163,9 +163,11 @@ class Prepared:
         device: torch.device,
         options: TrainOptions,
         roles: Roles | None = None,
+        *,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Without a mesh the model is this rank's alone. With `roles` some ranks
-        serve it."""
+        serve it. `note` has a sentence shown under the run."""
         self.strategy = strategy
         self.module = module
         self.optimizer = optimizer
@@ -184,8 +186,7 @@ class Prepared:
         """Of the step at hand, which an optimizer of the user's own takes besides."""
         self.steps_to_measure: list[int] = []
         """Steps of the run that send another number of bytes than those before."""
-        self.note: Callable[[str], None] = lambda text: None
-        """Has a sentence shown under the run."""
+        self.note = note
         self._optimizer_settings = Settings(optimizer)
         self._zero_takes_setting = takes(optimizer.zero_grad, "set_to_none")
         """That of a class of the loop's own may take nothing."""
@@ -395,6 +396,12 @@ class Prepared:
         if not (is_same_route and is_alike):
             raise UnsupportedLoopError(OTHER_LAYERS)
         return some
+
+    def note_untried(self, text: str | None) -> None:
+        """What a trial of the optimizer does not know."""
+        if text is not None:
+            kind = type(self.optimizer).__name__
+            self.note(text.format(kind=kind, strategy=self.strategy.name))
 
     def note_step(self) -> None:
         """A step of parts is taken, to be one step on all ranks."""

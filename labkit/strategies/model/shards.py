@@ -297,10 +297,13 @@ def patch_dtensor() -> None:
         return format(self.item() if self.dim() == 0 else repr(self), spec)
 
     def deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
-        if not isinstance(self, nn.Parameter):
-            return plain_deepcopy(self, memo)
+        if not self.is_leaf:
+            return plain_deepcopy(self, memo)  # which raises
         if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+            copied = self.detach().clone()
+            if isinstance(self, nn.Parameter):
+                copied = nn.Parameter(copied)
+            memo[id(self)] = copied.requires_grad_(self.requires_grad)
         return memo[id(self)]
 
     if "item" not in vars(DTensor):

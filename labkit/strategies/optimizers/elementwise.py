@@ -23,7 +23,17 @@ from labkit.strategies.mesh.collectives import NoCollectives
 from labkit.strategies.model.states import plain_shape
 from labkit.strategies.own_state import OwnState
 
-WHOLE_PARAMETER_OPTIMIZERS = ("ADAFACTOR", "LAMB", "LARS", "MUON", "SHAMPOO", "SOAP")
+WHOLE_PARAMETER_OPTIMIZERS = {
+    *("ADAFACTOR", "LAMB", "LARS", "MUON", "SHAMPOO", "SOAP"),
+    *("ADAMP", "SGDP", "SWATS"),  # in some steps, which a trial need not have
+}
+UNTRIED = (
+    "{kind} cannot be tried before the run, with small parameters in parts. Under "
+    "{strategy} a rank updates parts of the parameters: if {kind} computes a norm, a "
+    "mean or a sum of a parameter, or looks at its shape, the result is not that of "
+    "one process. In that case use ddp; if it updates each element by itself, all is "
+    "well"
+)
 
 SCALES = (1.0, 3.0, 100.0, 1.0)
 """Of the gradients of the steps that are tried: some optimizers clip those which are
@@ -54,9 +64,10 @@ def check_elementwise(
     device: torch.device | None = None,
     *,
     is_by_group: bool = True,
-) -> None:
+) -> str | None:
     """UnsupportedLoopError for an optimizer that looks at a parameter as a whole, or at
-    several: of parts of them, it would make something else.
+    several: of parts of them, it would make something else. UNTRIED where it cannot be
+    known.
 
     With a `device` it is tried there, on parts as ZeRO makes them: a rank's part of a
     group is one flat parameter, and each group is stepped by itself. Without
@@ -76,7 +87,10 @@ def check_elementwise(
             "param_groups it has, or does not call torch.optim.Optimizer.__init__. "
             "Give prepare the optimizer within and do the rest in the loop, or use ddp"
         )
-    if device is not None and not is_elementwise(optimizer, device, is_by_group):
+    if device is None:
+        return None
+    found = is_elementwise(optimizer, device, is_by_group)
+    if found is False:
         raise UnsupportedLoopError(
             f"{kind.__name__} computes an update from more than one element of a "
             "parameter: in a trial, parameters split in two got different updates from "
@@ -85,6 +99,7 @@ def check_elementwise(
             "strategy a rank has only a part of the parameters; use ddp, or an "
             "element-wise optimizer such as AdamW (to clip gradients, with --clip NORM)"
         )
+    return None if found else UNTRIED
 
 
 def takes_groups(optimizer: torch.optim.Optimizer) -> bool:
@@ -132,12 +147,14 @@ def check_zero_grad(optimizer: torch.optim.Optimizer) -> None:
 
 def is_elementwise(
     optimizer: torch.optim.Optimizer, device: torch.device, is_by_group: bool
-) -> bool:
+) -> bool | None:
     """Whether some steps with small parameters, whole and in two parts, are the same;
-    True where it cannot be known, as of an optimizer that cannot be made again."""
+    None where it cannot be known, as of an optimizer that cannot be made again."""
     kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim.") or hasattr(kind, "__del__"):
-        return True  # known, or may free what the user's has
+    if kind.__module__.startswith("torch.optim."):
+        return True
+    if hasattr(kind, "__del__"):
+        return None  # it may free what the user's has
     chosen = [
         [p for p in choose(group["params"]) if p.requires_grad]
         for group in optimizer.param_groups[:NUM_GROUPS]
@@ -158,7 +175,7 @@ def is_elementwise(
     try:
         whole = tried(start, gradients)
     except Exception:
-        return True  # the loop will say why, or it takes a closure
+        return None
     for number in range(2):
 
         def part(groups: Groups, number: int = number) -> Groups:

@@ -92,7 +92,9 @@ class Worker(Prepared):
         self._servers = self.roles.servers
         self.num_shards = len(self._servers)
         if self.num_shards > 1:
-            check_elementwise(self.optimizer, self.device, is_by_group=False)
+            self.note_untried(
+                check_elementwise(self.optimizer, self.device, is_by_group=False)
+            )
         self._channel = self.roles.channel
         given = parameters_of(self.optimizer)
         self._parameters = list({id(p): p for p in given}.values())

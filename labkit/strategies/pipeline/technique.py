@@ -207,9 +207,11 @@ class Pipeline(Prepared):
         )
         take_values(self.module, team_on(self.mesh, self.device))
         self._place_stages()
-        for parameter in self.given_parameters:
-            if id(parameter) not in self._placement.own_ids:
-                self.optimizer.state.pop(parameter, None)  # its owner has it
+        if type(self.optimizer).__module__.startswith("torch.optim"):
+            # A step of any other class reads, and updates, all parameters on each rank.
+            for parameter in self.given_parameters:
+                if id(parameter) not in self._placement.own_ids:
+                    self.optimizer.state.pop(parameter, None)  # its owner has it
         self._num_parameters = sum(p.numel() for p in self._placement.own)
         self._gradients = CellGradients(self, self.given_parameters, StagedParameter)
         self.autocast()  # within what follows: outputs are broadcast as fp32

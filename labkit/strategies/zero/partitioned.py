@@ -134,7 +134,7 @@ class ZeRO(Prepared):
 
     def wrap(self) -> None:
         check_kept(self.optimizer, self.name, [PARAMETERS, IDS, MODULES])
-        check_elementwise(self.optimizer, self.device)
+        self.note_untried(check_elementwise(self.optimizer, self.device))
         check_zero_grad(self.optimizer)
         config = deepspeed_config(
             self.options, self.stage, self._num_parameters, self.device.type
