@@ -124,6 +124,25 @@ HARDEST = torch.tensor([3, 1])
 """Places of samples, in the order that `argsort` may give."""
 
 
+NEAREST = torch.tensor([2, 0, 0, 2])
+"""Of each sample the place of another."""
+
+
+def triplets_by_places(x: Tensor) -> Tensor:
+    anchors, positives = torch.tensor([0, 0, 1, 1]), torch.tensor([2, 3, 2, 3])
+    distances = (x[anchors] - x[positives]).square().sum(1)
+    return F.relu(distances - (x[anchors] - T[positives]).square().sum(1) + 1).mean()
+
+
+def experts(x: Tensor) -> Tensor:
+    """Each sample at two of three experts, which have as many."""
+    parts = [[0, 1], [2, 3], [1, 3]]
+    out = torch.zeros_like(x)
+    for scale, places in enumerate(map(torch.tensor, parts), start=1):
+        out = out.index_add(0, places, x[places] * scale)
+    return F.mse_loss(out, T)
+
+
 def hardest(take: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
     return take(F.cross_entropy(x, WHOLE, reduction="none"), HARDEST).mean()
 
@@ -294,6 +313,13 @@ RIGHT: dict[str, Loss] = {
     ).sum(),
     "means of each sample's steps": lambda x: (
         (x[:, :4].T[:, :, None] * T[:4, :].T[None, :4]).mean(2).square().mean()
+    ),
+    "experts": experts,
+    "gates of experts": lambda x: (
+        x.softmax(1)[torch.tensor([0, 2, 1, 3, 0, 1, 2, 3])].square().mean()
+    ),
+    "parts of samples": lambda x: (
+        (x.square()[torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])] - P[0, 0]).square().mean()
     ),
     "an element": lambda x: x[0, 0],
     "a vector": lambda x: x.sum(1),
@@ -474,6 +500,8 @@ NOTED: dict[str, tuple[Loss, str]] = {
         SORTED,
     ),
     "pairs and a mean": (lambda x: clip(x) + F.mse_loss(x, T), PAIRS),
+    "triplets by their places": (lambda x: triplets_by_places(x), PAIRS),
+    "the nearest one": (lambda x: (x - x[NEAREST]).norm(dim=1).log().mean(), PAIRS),
     "dice of classes in rows": (lambda x: dice_in_rows(x), CURVED_MEAN),
     "a Gram matrix by einsum": (
         lambda x: torch.einsum("bi,bj->ij", x, x * T).div(4).pow(2).mean(),

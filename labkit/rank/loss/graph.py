@@ -296,11 +296,12 @@ class Terms:
         return any(map(_is_by_counts, found))
 
     def has_pairs(self, near: list[Operation]) -> bool:
-        """Whether each sample is compared with every other one of this rank."""
+        """Whether samples are compared with others of this rank."""
         pairs = [e for e in near if e[2] in SQUARES and self._is_of_pairs(*e)]
         spread = [e for e in near if e[2] in BROADCAST and self._spreads(*e[:2])]
         # As many as samples: each within one sample.
-        if not self._is_some([node for node, *_ in pairs]) and not spread:
+        has_some = self._is_some([node for node, *_ in pairs]) or bool(spread)
+        if not has_some and not self._matches(near):
             return False
         return not any(_is_gathered(node, output) for node, output, _ in near)
 
@@ -314,6 +315,30 @@ class Terms:
         # As many as samples: each within one sample.
         return self._is_some(found) and not any(
             _is_gathered(node, output) for node, output, _ in near
+        )
+
+    def _matches(self, near: list[Operation]) -> bool:
+        """Whether samples are matched with others by their places, as in triplets, or
+        with their nearest ones. Not sent to experts, each once to each of them."""
+        taken: dict[Any, list[torch.Tensor]] = {}
+        for node, _, kind in near:
+            if kind not in ("Index", "IndexSelect"):
+                continue
+            below, output = node.next_functions[0]
+            rows, *others = _shape(below, output) or (0,)
+            places = _places(node, kind, (rows, *others))
+            is_of_samples = rows in self._sizes_of_pairs() and self.is_of_data(below)
+            if places is not None and is_of_samples:
+                taken.setdefault((below, output, rows), []).append(places)
+        return any(
+            len(one.unique()) < len(one)
+            and (
+                any(len(o) == len(one) and not torch.equal(o, one) for o in others)
+                # In order they would be those of parts of each sample.
+                or (len(one) == rows and bool((one.diff() < 0).any()))
+            )
+            for (_, _, rows), others in taken.items()
+            for one in others
         )
 
     def _is_sorted(self, node: Any, kind: str) -> bool:
@@ -679,15 +704,22 @@ def _is_scaled(node: Any, kind: str) -> bool:
     return kind in SCALED and all(each for each, _ in node.next_functions)
 
 
-def _takes_some_in_order(node: Any, kind: str, sizes: tuple[int, ...]) -> bool:
-    """Whether it takes some of the first dimension, each once, and in an order of its
-    own: what a mask takes is in the order that it has."""
+def _places(node: Any, kind: str, sizes: tuple[int, ...]) -> torch.Tensor | None:
+    """The places along the first dimension that it takes, a list of numbers."""
     given = saved_value(node, "indices" if kind == "Index" else "index")
     if kind == "Index":
         given = given[0] if given else None
     elif _reduced(saved_number(node, "dim"), len(sizes)) != {0}:
-        return False
-    if not (sizes and isinstance(given, torch.Tensor) and given.dim() == 1):
+        return None
+    is_list = isinstance(given, torch.Tensor) and given.dim() == 1
+    return given if sizes and is_list and given.dtype != torch.bool else None
+
+
+def _takes_some_in_order(node: Any, kind: str, sizes: tuple[int, ...]) -> bool:
+    """Whether it takes some of the first dimension, each once, and in an order of its
+    own: what a mask takes is in the order that it has."""
+    given = _places(node, kind, sizes)
+    if given is None:
         return False
     is_some = 1 < given.numel() < sizes[0] and len(given.unique()) == given.numel()
     return is_some and bool((given.diff() < 0).any())

@@ -99,9 +99,9 @@ PENALTY_IN_SUM = (
     "or use the optimizer's weight_decay"
 )
 PAIRS = (
-    "the loss compares each sample with every other one, but each rank and microbatch "
-    "has only its own samples to compare, so it differs from the loss of one process "
-    "on the whole batch. Bring the ranks' embeddings together before comparing them: "
+    "the loss compares samples with each other, but each rank and microbatch has only "
+    "its own samples to compare, so it differs from the loss of one process on the "
+    "whole batch. Bring the ranks' embeddings together before comparing them: "
     f"{all_gather_with_gradients()}(embeddings, 0, loader.group). Every rank needs "
     "the same number of samples for that: a batch size that is a multiple of the "
     "number of ranks, drop_last=True, and no --accumulate"
