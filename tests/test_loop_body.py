@@ -350,6 +350,8 @@ for step, (x, y) in enumerate(loader):
             "kept = kept + 0.1 * loss.item()\n    kept = min(max(kept, 0), 1)",
             "line 11: kept = kept + 0.1 * loss.item()",
         ),
+        ("kept.update(out.mean(), len(x))", "line 11: kept.update(out.mean(), len(x))"),
+        ("kept.push(x, out.detach())", "line 11: kept.push(x, out.detach())"),
         ("kept = max(0, min(1, kept + loss.item()))", "line 11: kept = max(0, min("),
         ("kept = float(np.clip(kept + loss.item(), 0, 1))", "line 11: kept = float("),
         ("kept = (0.9 * kept + out.mean(0)).clamp(-1, 1)", "line 11: kept = (0.9 * k"),
@@ -391,6 +393,9 @@ def test_what_a_loop_keeps_of_its_samples_is_found(after: str, found: str) -> No
         ("loss = loss + 0.1 * out.mean()", "pass"),  # of several batches
         ("weights = [w for w in kept]", "weights.append(out)"),
         ("pass", "if step % 2 == 1:\n        kept *= 0.9"),
+        ("pass", "meter.update(loss.item(), len(x))"),
+        ("pass", "kept.update(model, step)"),  # a teacher
+        ("kept = {}", "kept.update(mean=out.mean())"),
         ("kept = kept + out.mean()", "if step % 2:\n        kept = 0"),
     ],
 )

@@ -20,10 +20,12 @@ from labkit.rank.code.trees import prepared_names
 from labkit.rank.code.trees import trains_on_each
 from labkit.rank.code.trees import tree_of
 
-KEEPING = {"append", "appendleft", "extend", "enqueue", "push"} | {
-    *("add_", "copy_", "lerp_", "mul_", "sub_")
+KEEPING = {"append", "appendleft", "extend"} | {
+    *("add_", "copy_", "lerp_", "mul_", "sub_"),
+    *("add", "enqueue", "observe", "push", "put", "remember", "store", "update"),
 }
-"""Methods by which a list, a queue or a tensor is given something to keep."""
+"""Methods by which a list, a tensor or a class of the loop's own, as a queue or running
+statistics, is given something to keep."""
 
 OF_NUMBERS = {"min", "max", "abs", "float", "round"}
 """Functions of Python's."""
