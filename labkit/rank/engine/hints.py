@@ -248,6 +248,11 @@ LISTS_OF_ALL = (
     "this rank's stage alone: it keeps a list that it has made of all of them. Let it "
     "keep what it has of a parameter in self.state[p], or use ddp"
 )
+SYNC_BATCHNORM = (
+    "torch's own SyncBatchNorm works on GPUs only. Call convert_sync_batchnorm before "
+    "prepare, or leave it out and give --sync-batchnorm on the magic line of a "
+    "%%dist_train cell: labkit then computes the statistics, on the CPU, too"
+)
 HINTS = {
     "of a process group that no longer exists": FORMER_GROUP,
     "is not initialized in the world group map": FORMER_GROUP,
@@ -258,6 +263,7 @@ HINTS = {
     ),
     "PytorchStreamReader failed|Ran out of input|unexpected EOF, expected|"
     r"load persistent id instruction|is a zip archive \(did you": HALF_WRITTEN,
+    "SyncBatchNorm expected input tensor to be on": SYNC_BATCHNORM,
     "_cuda_setDevice": OTHER_DEVICE,
     "Torch not compiled with CUDA": OTHER_DEVICE,
     "Cannot access accelerator device when none": OTHER_DEVICE,

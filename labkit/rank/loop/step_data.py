@@ -12,6 +12,7 @@ from labkit.rank.data.dealing import Share
 from labkit.rank.data.loader import RankLoader
 from labkit.rank.loss.batches import is_of_one
 from labkit.rank.loss.hooks import LossHooks
+from labkit.rank.loss.kind import CONSTANT
 from labkit.rank.loss.kind import LossWatch
 from labkit.rank.loss.kind import is_looked_at
 from labkit.records import LOSS_WEIGHT
@@ -93,6 +94,8 @@ class StepData:
         """Whether the loop's next one is of another global batch."""
         self._num_unused = 0
         """Batches of this pass less the backward passes in it."""
+        self._num_drawn = 0
+        """Samples of this pass so far."""
         self._is_uneven = False
         """Whether some batch of this pass is not weighted as one outside of it is."""
         self._is_new = False
@@ -134,7 +137,12 @@ class StepData:
         num_samples = None if self.share is None else self.share.num_samples
         if num_samples == 0:  # a stand-in
             return
-        if text := self._loss_watch.look(loss, num_samples, number, seed):
+        text = self._loss_watch.look(loss, num_samples, number, seed)
+        if text is None and self.share is None and self._num_unused > 0:
+            # As of all batches of a pass, added up: divided by how many samples?
+            found = self._loss_watch.look(loss, self._num_drawn, number, seed)
+            text = found if found == CONSTANT else None
+        if text is not None:
             self._found = self._found or text
             if self.share is None:
                 self._note_loss(text)
@@ -157,7 +165,7 @@ class StepData:
     def begin_epoch(self) -> None:
         if self._loss_watch is not None:
             self._loss_watch.begin_pass()
-        self._num_unused, self._is_uneven = 0, False
+        self._num_unused, self._num_drawn, self._is_uneven = 0, 0, False
         self._is_first_microbatch = True
         self._is_new, self._waiting = False, []
 
@@ -182,6 +190,7 @@ class StepData:
         self._hooks.begin_microbatch(is_first=self._is_first_microbatch)
         self._is_first_microbatch = share.is_last  # is the next one
         self._num_samples += share.num_samples
+        self._num_drawn += share.num_samples
         self._num_tokens += share.num_tokens
         self._num_unused += 1
         self._is_uneven |= share.weight != self.weight_outside
