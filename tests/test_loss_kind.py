@@ -311,6 +311,12 @@ RIGHT: dict[str, Loss] = {
     "a bound for each column unreached": lambda x: torch.maximum(
         x.square().mean(0), torch.full((5,), 1e-9)
     ).sum(),
+    "a sum of a row of means": lambda x: (
+        (x.softmax(1).mean(0)[None] * torch.arange(5.0)).sum(-1).mean()
+    ),
+    "a sum of a row of as many means": lambda x: (
+        (x[:, :4].softmax(1).mean(0)[None] * torch.arange(4.0)).sum(-1).mean()
+    ),
     "means of each sample's steps": lambda x: (
         (x[:, :4].T[:, :, None] * T[:4, :].T[None, :4]).mean(2).square().mean()
     ),
@@ -517,6 +523,14 @@ NOTED: dict[str, tuple[Loss, str]] = {
     ),
     "beside a mean with a weight": (
         lambda x: (x.norm(dim=1) - 0.1 * x.norm(dim=1).mean()).square().mean(),
+        CURVED_MEAN,
+    ),
+    "entropy of a mean row": (
+        lambda x: (
+            (x.softmax(1).mean(0)[None] * x.softmax(1).mean(0)[None].log())
+            .sum(-1)
+            .mean()
+        ),
         CURVED_MEAN,
     ),
     "a bound for each column": (

@@ -230,7 +230,13 @@ class Terms:
             if self._has_samples(shape) and kind not in ("Stack", "Cat"):
                 continue
             inputs = node.next_functions
-            if kind in ADDED or kind in PASSED:
+            if kind in ("Mean", "Sum"):
+                # Of each row, as of a class, in what has no samples.
+                given, of = prod(_shape(*inputs[0]) or (1,)), prod(shape or (1,))
+                if given % (self._num_samples or 1):
+                    by = (Factor(given / of, is_number=True),) if kind == "Mean" else ()
+                    waiting.append((*inputs[0], by + factors, curve))
+            elif kind in ADDED or kind in PASSED:
                 waiting += [(*each, factors, curve) for each in reversed(inputs)]
             elif kind in ("Mul", "Div"):
                 waiting += self._factored(node, kind, factors, curve)
@@ -831,7 +837,7 @@ def _are_of_samples(
     """Whether these dimensions, none of which is the first, are those that samples are
     along, as in a matrix of classes and samples: where no others can be."""
     others = prod(size for at, size in enumerate(sizes) if at not in dims)
-    is_left_out = bool(num_samples and others % num_samples)
+    is_left_out = bool(num_samples and others > 1 and others % num_samples)
     return is_left_out and not prod(sizes[at] for at in dims) % (num_samples or 1)
 
 
