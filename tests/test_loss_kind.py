@@ -34,6 +34,8 @@ PARTLY = torch.tensor([0, -100, 3, 2])
 WEIGHTS = torch.tensor([0.5, 1.0, 1.0, 1.0, 1.0])
 MASK = torch.tensor([True, False, True, True])
 ADVANTAGES = (X[:, 0] - X[:, 0].mean()) / (X[:, 0].std() + 1e-8)
+NORMALIZED_T = (T - T.mean()) / (T.std() + 1e-8)
+IN_GROUPS = (T - T.mean(1, keepdim=True)) / T.std(1, correction=0, keepdim=True)
 SHARES = torch.tensor([0.1, 0.2, 0.3, 0.4])
 LABELS = torch.tensor([1.0, 0.0, 0.0, 0.0])
 HITS = (T > 0.3).float()
@@ -257,6 +259,7 @@ RIGHT: dict[str, Loss] = {
     "a bound unreached": lambda x: F.mse_loss(x, T).clamp(max=1e4),
     "flooding unreached": lambda x: (F.mse_loss(x, T) - 1e-3).abs() + 1e-3,
     "advantages of all": lambda x: (x[:, 0] * (2 * ADVANTAGES + 1)).mean(),
+    "advantages in each group": lambda x: -(x * IN_GROUPS).mean(),
     "signs": lambda x: F.relu(1 - SIGNS * x[:, 0]).mean(),
     "half of the batch": lambda x: F.cross_entropy(x[:2], WHOLE[:2]) / 2,
     "the mean of a loss": lambda x: F.cross_entropy(x, WHOLE).mean(),
@@ -428,6 +431,7 @@ NOTED: dict[str, tuple[Loss, str]] = {
         CURVED_MEAN,
     ),
     "advantages": (lambda x: -(x[:, 0] * ADVANTAGES).mean(), NORMALIZED),
+    "advantages of each action": (lambda x: -(x * NORMALIZED_T).mean(), NORMALIZED),
     "weights with a sum of 1": (
         lambda x: (x.square().mean(1) * SHARES).sum(),
         WEIGHTED,

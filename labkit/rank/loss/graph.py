@@ -284,14 +284,16 @@ class Terms:
         return self._near[root]
 
     def weights_of_samples(self, near: list[Operation]) -> list[torch.Tensor]:
-        """Numbers of the loop's, one a sample, that these operations multiply by."""
+        """Numbers of the loop's, one or some a sample, that these operations multiply
+        by."""
         found: list[torch.Tensor] = []
         for node in nodes_of(near, "Mul"):
             inputs = [each for each, _ in node.next_functions]
             if None in inputs:
                 given = saved_value(node, "self" if inputs[0] is None else "other")
                 if isinstance(given, torch.Tensor) and (
-                    given.numel() == self._num_samples and given.is_floating_point()
+                    self._num_samples in (given.numel(), *given.shape[:1])
+                    and given.is_floating_point()
                 ):
                     found.append(given.detach().double())
         return found
@@ -747,6 +749,9 @@ def _is_within_samples(node: Any, kind: str) -> bool:
 def is_normalized(given: torch.Tensor) -> bool:
     """Whether numbers have mean 0 and standard deviation 1, and are no signs."""
     if abs(float(given.mean())) > 1e-4 or len(given.abs().unique()) == 1:
+        return False
+    # As in a group of answers to each question.
+    if given.dim() > 1 and bool((given.flatten(1).mean(1).abs() < 1e-4).all()):
         return False
     return any(abs(float(given.std(correction=each)) - 1) < 1e-3 for each in (0, 1))
 

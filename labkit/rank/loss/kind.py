@@ -272,6 +272,7 @@ class LossWatch:
         """NORMALIZED or WEIGHTED, by what samples are multiplied by."""
         if any(map(is_normalized, weights)):
             return NORMALIZED
+        weights = [each for each in weights if each.numel() == num_samples]
         if any(adds_up_to(each, 1, least=3) for each in weights):
             return WEIGHTED
         # Weights of a few sizes, as those of classes, may happen to have a mean of 1.
