@@ -7,6 +7,7 @@ from labkit.rank.code.carried import carried_names
 from labkit.rank.code.carried import count_of_microbatches
 from labkit.rank.code.carried import taken_before
 from labkit.rank.code.kept_samples import count_by_dataset
+from labkit.rank.code.kept_samples import kept_of_samples
 
 BEGIN = "model, optimizer, loader = prepare(model, sgd, data, batch_size=64)\n"
 STEP = (
@@ -224,3 +225,16 @@ def test_a_count_of_samples_by_which_a_loop_trains() -> None:
     assert use_of_batch_size(text + count + "        print(seen)\n") is None
     mean = "        total += loss.item() * len(x)\n    scheduler.step(total / seen)\n"
     assert use_of_batch_size(text + count + mean) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "() = prepare()\n",
+        "found, = prepare()\n",
+        "for () in enumerate(loader):\n    loss.backward()\n",
+    ],
+)
+def test_texts_that_unpack_nothing_are_read(text: str) -> None:
+    for read in (carried_names, taken_before, kept_of_samples, use_of_batch_size):
+        assert not any(read(BEGIN + text) or ())

@@ -80,8 +80,9 @@ def prepared_names(tree: ast.AST, place: int) -> set[str]:
         if isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Call)
         and getattr(node.value.func, "id", "") == "prepare"
-        and isinstance(node.targets[0], ast.Tuple)
-        and isinstance(name := node.targets[0].elts[place], ast.Name)
+        and isinstance(target := node.targets[0], ast.Tuple | ast.List)
+        and len(target.elts) == 3  # another `prepare` may return something else
+        and isinstance(name := target.elts[place], ast.Name)
     }
 
 
@@ -124,8 +125,10 @@ def names_in(node: ast.AST, names: set[str]) -> bool:
 
 def number_in(loop: ast.For) -> set[str]:
     """The name that `enumerate` gives the number of a batch, if the loop has it."""
-    if "enumerate(" in ast.unparse(loop.iter) and isinstance(loop.target, ast.Tuple):
-        return {getattr(loop.target.elts[0], "id", "")}
+    is_tuple = isinstance(loop.target, ast.Tuple)
+    if "enumerate(" in ast.unparse(loop.iter) and is_tuple:
+        first = next(ast.iter_child_nodes(loop.target))
+        return {getattr(first, "id", "")}
     return set()
 
 
