@@ -598,7 +598,8 @@ class StateInParts(MutableMapping[Any, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A parameter of a stage stays: all ranks would gather it, and each has others.
         own = {id(key): key for key in self.found if isinstance(key, StagedParameter)}
-        return copy.deepcopy(self.found, own | memo)
+        # Otherwise a model that is copied with it has the same parameters.
+        return copy.deepcopy(self.found, own | memo if own else memo)
 
     def copy(self) -> Any:
         return self.found.copy()
