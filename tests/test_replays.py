@@ -2,10 +2,12 @@
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from labkit.rank.engine.replays import NO_BATCHES
 from labkit.rank.engine.replays import REPLAY_NAME
 from labkit.rank.engine.replays import Replay
 
@@ -30,6 +32,13 @@ EPOCHS = PREPARE + (
 )
 
 
+class Backward(float):
+    """A loss."""
+
+    def backward(self) -> None:
+        pass
+
+
 class Loop:
     """Runs a cell whose loader has batches in its last passes alone."""
 
@@ -41,6 +50,7 @@ class Loop:
         self.num_former = num_former
         self.num_passes = self.num_batches = 0
         self.printed: list[tuple[Any, ...]] = []
+        self.notes: list[str] = []
         self.names: dict[str, Any] = {
             "prepare": lambda: (None, None, self),
             "print": lambda *values: self.printed.append(values),
@@ -52,6 +62,7 @@ class Loop:
             is_before=lambda: self.num_passes <= self.num_former,
             has_batches=lambda: self.num_batches > 0,
             num_passes=lambda: self.num_passes,
+            note=lambda text: self.notes.append(text),
         )
 
     def __iter__(self) -> Any:
@@ -126,11 +137,98 @@ CALLS = PREPARE + (
 )
 
 
-def test_a_function_of_an_earlier_cell_may_lack_batches() -> None:
+def define(loop: Loop, path: Path, text: str) -> None:
+    path.write_text(text)
+    exec(compile(text, str(path), "exec"), loop.names)
+
+
+def test_a_function_of_an_earlier_cell_may_lack_batches(tmp_path: Path) -> None:
     loop = Loop([[], [], [1.0, 3.0]])
-    exec(FUNCTION.format(first="pass"), loop.names)
+    define(loop, tmp_path / "cell.py", FUNCTION.format(first="pass"))
     loop.run(CALLS)
     assert loop.printed == [(2, 2.0)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        FUNCTION.format(first="pass").replace(
+            "    return total / seen",
+            "    mean = total / seen\n    scheduler.step()\n    return mean",
+        ),
+        "def train(loader):\n    for epoch in range(3):\n        seen = 0\n"
+        "        for batch in loader:\n            batch.backward()\n"
+        "        print(1 / seen)\n",
+        FUNCTION.format(first="pass").replace("train", "an_epoch")
+        + "def train(loader):\n    for epoch in range(3):\n        an_epoch(loader)\n",
+    ],
+    ids=["a step of a scheduler", "its further epochs", "those of a function"],
+)
+def test_an_error_that_would_leave_out_training_ends_the_cell(
+    tmp_path: Path, text: str
+) -> None:
+    loop = Loop([[], [], [1.0, 3.0]])
+    define(loop, tmp_path / "cell.py", text)
+    with pytest.raises(ZeroDivisionError) as caught:
+        loop.run(CALLS)
+    assert NO_BATCHES in caught.value.__notes__
+
+
+AFTER_PASS = PREPARE + (
+    "for epoch in range(3):\n"
+    "    for batch in loader:\n"
+    "        loss = batch\n"
+    "        loss.backward()\n"
+    "    {line}\n"
+    "    print(epoch)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_noted"),
+    [
+        ("scheduler.step(loss)", True),
+        ("if loss < 0.1: break", True),
+        ("optimizer.param_groups[0]['lr'] = loss", True),
+        ("history['loss'].append(loss)", False),
+        ("print(loss)", False),
+        ("mean = loss / 2; print(mean)", False),
+    ],
+)
+@pytest.mark.parametrize("num_former", [1, 2])
+def test_what_is_left_out_where_the_run_was_is_noted(
+    line: str, num_former: int, *, is_noted: bool
+) -> None:
+    loop = Loop([[], [], []], num_former=num_former)
+    loop.run(AFTER_PASS.format(line=line))
+    assert bool(loop.notes) == is_noted
+    assert all("line 6: " in each for each in loop.notes)
+
+
+def test_a_name_that_is_set_again_after_a_pass_needs_no_batch() -> None:
+    loop = Loop([[], [], []])
+    loop.run(AFTER_PASS.format(line="loss = 0.1 ** epoch\n    rates.append(loss)"))
+    assert loop.names["rates"] == pytest.approx([1.0, 0.1, 0.01])
+
+
+def test_names_that_expressions_and_patterns_set_may_be_lacking() -> None:
+    more = (
+        "if (double := 2 * loss) > 9: pass\n    match loss:\n"
+        "        case [first, *rest]: pass\n        case last: pass\n"
+        "    rates.append((double, last))"
+    )
+    loop = Loop([[], [], [Backward(3.0)]])
+    loop.run(AFTER_PASS.format(line=more))
+    assert loop.names["rates"] == [(6.0, 3.0)]
+
+
+@pytest.mark.parametrize("line", ["data.update(epoch)", "stage = timetable(epoch)"])
+def test_what_may_be_no_output_is_done_after_each_pass(line: str) -> None:
+    done: list[int] = []
+    data = SimpleNamespace(update=done.append)
+    loop = Loop([[], [], []], data=data, timetable=done.append)
+    loop.run(AFTER_PASS.format(line=line))
+    assert done == [0, 1, 2]
 
 
 def test_a_function_that_fails_before_its_pass_ends_the_cell() -> None:
@@ -163,3 +261,17 @@ def test_a_function_is_rewritten_with_the_lines_of_its_file(tmp_path: Path) -> N
     assert REPLAY_NAME not in loop.names
     with loop.replay.of_function(print) as same:
         assert same is print
+    path.write_text(text.replace("range(3)", "range(4)").replace("best", "worst"))
+    with loop.replay.of_function(loop.names["main"]) as same:
+        assert same is loop.names["main"]  # its file has changed
+
+
+def test_a_function_that_is_rewritten_keeps_its_defaults(tmp_path: Path) -> None:
+    loop = Loop([[], [], [1.0, 3.0]], rate=0.1)
+    body = "\n".join(f"    {line}" for line in EPOCHS.splitlines())
+    text = f"def main(rate=rate, *, more=[]):\n{body}\n    more.append(rate)\n"
+    define(loop, tmp_path / "file.py", text)
+    loop.names["rate"] = 0.5
+    with loop.replay.of_function(loop.names["main"]) as main:
+        main()
+    assert loop.names["main"].__kwdefaults__ == {"more": [0.1]}

@@ -597,6 +597,69 @@ def test_a_loop_that_prints_after_each_epoch_goes_on_in_new_ranks(
     assert again.notes == []
 
 
+BY_LOSS = ORDINARY.replace(
+    "    if rank == 0:", "    optimizer.param_groups[0]['lr'] = 0.05 / (1 + average)\n"
+    "    if rank == 0:"
+)  # fmt: skip
+
+
+def test_what_needs_a_batch_and_is_left_out_where_the_run_was_is_noted(
+    train: Callable[..., Run], lab: Lab, tmp_path: Path
+) -> None:
+    train("ddp", BY_LOSS, every=1)
+    for step, count in ((6, 0), (4, 1)):  # of 4 an epoch
+        forget_after(tmp_path / "kept", step)
+        lab.restart(everyone=True)
+        notes = train("ddp", BY_LOSS, resume=True).notes
+        found = [each for each in notes if "was left out" in each]
+        assert len(found) == count
+    assert "optimizer.param_groups[0]['lr'] = " in found[0]
+
+
+FAILS = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        if {fails}:
+            raise FileNotFoundError(index)
+        return torch.randn(4)
+
+def an_epoch(loader):
+    total = 0
+    for x in loader:
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total += loss.item()
+    return total
+
+model = torch.nn.Linear(4, 1)
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = prepare(model, sgd, Data(), batch_size=4)
+for epoch in range(3):
+    print(an_epoch(loader))
+"""
+
+
+def test_data_that_fails_before_the_first_batch_ends_a_run_that_resumes(
+    train: Callable[..., Run],
+) -> None:
+    train("ddp", FAILS.format(fails=False).replace("range(3)", "range(1)"))
+    with pytest.raises(RankError, match="FileNotFoundError"):
+        train("ddp", FAILS.format(fails=True), resume=True)
+
+
+def test_a_cell_that_empties_the_transformers_of_the_shell_resumes(
+    train: Callable[..., Run],
+) -> None:
+    train("ddp", ORDINARY.replace("range(3)", "range(1)"))
+    clears = "get_ipython().ast_transformers.clear()\n"
+    assert train("ddp", clears + ORDINARY, resume=True).state == "finished"
+
+
 COUNTED = """
 x = torch.arange(64.0).reshape(16, 4) / 64
 data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))

@@ -377,6 +377,7 @@ class _Training:
                 is_before=lambda: session.is_replaying,
                 has_batches=lambda: session.has_begun,
                 num_passes=lambda: session.num_passes,
+                note=session.note,
             )
             try:
                 if plan is None or plan.resume_from is None:

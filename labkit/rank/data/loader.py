@@ -122,6 +122,8 @@ class RankLoader(AsGiven):
         self._weigh = weigh
         self.num_epochs = 0
         """Passes that have begun."""
+        self.num_empty = 0
+        """Those that have ended without a batch."""
         self.was_measured = False
         """Whether the loop has asked for its length."""
         self._given: Any = None
@@ -238,6 +240,7 @@ class RankLoader(AsGiven):
         self._on_epoch(self.num_epochs)
         if had is None:
             self.batches.skip_pass()
+            self.num_empty += 1
             self._on_end()
             return
         self.batches.first = had
@@ -257,6 +260,7 @@ class RankLoader(AsGiven):
                 if number == 0 and had:
                     self._check_resumed()
                 if share is None:
+                    self.num_empty += number == 0
                     break
                 if length := tokens_of_sample(batch):
                     num_tokens = share.num_samples * length

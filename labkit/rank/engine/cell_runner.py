@@ -521,15 +521,16 @@ class CellRunner:
             is_before=lambda: session.is_replaying,
             has_batches=lambda: session.has_begun,
             num_passes=lambda: session.num_passes,
+            note=session.note,
         )
         self.shell.user_ns[REPLAY_NAME] = self._replay
         self.shell.ast_transformers.append(self._replay)
 
     def _end_replay(self) -> None:
         self.shell.user_ns.pop(REPLAY_NAME, None)
-        if self._replay is not None:
-            self.shell.ast_transformers.remove(self._replay)
-            self._replay = None
+        replay, self._replay = self._replay, None
+        if replay in self.shell.ast_transformers:  # a cell may empty the list
+            self.shell.ast_transformers.remove(replay)
 
     def _take_report(self, report: Any) -> None:
         if isinstance(report, ReplicaNotes):

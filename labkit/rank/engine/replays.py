@@ -8,9 +8,13 @@ import ast
 import builtins
 import contextlib
 import inspect
+import re
 import textwrap
+import traceback
 from collections.abc import Callable
 from collections.abc import Iterator
+from types import CodeType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,15 +24,25 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import UserError
+from labkit.rank.code.carried import ENDING
+from labkit.rank.code.carried import RECORDS
+from labkit.rank.code.carried import SETTING
+from labkit.rank.code.carried import changed_by
 from labkit.rank.code.carried import computes
+from labkit.rank.code.carried import may_train
+from labkit.rank.code.carried import set_by
 from labkit.rank.code.carried import shows
+from labkit.rank.code.carried import statements_in
 from labkit.rank.code.carried import training_functions
+from labkit.rank.code.carried import used_names
 from labkit.rank.code.carried import uses_of
 from labkit.rank.code.loop_body import evaluates
+from labkit.rank.code.trees import line_of
 from labkit.rank.code.trees import name_of
 from labkit.rank.code.trees import names_in
 from labkit.rank.code.trees import prepared_names
 from labkit.rank.code.trees import trains_on_each
+from labkit.rank.training.whole_text import is_of_library
 
 REPLAY_NAME = "__labkit_replay__"
 """What the cell has a `Replay` by."""
@@ -40,6 +54,13 @@ NO_BATCHES = (
     "is not there after them: set it before the loop; or have the loop in the "
     "%%dist_train cell itself, where statements that need it are skipped"
 )
+LEFT_OUT = (
+    "{use}: this run resumes at the end of a pass over the loader. This line follows "
+    "the pass and needs what a batch sets or counts, so it was left out there, where "
+    "one process does it, with what depends on it: training goes on otherwise. To have "
+    "it done, remove this checkpoint, to resume from the one before; or save at other "
+    "steps than the last of a pass, by --every"
+)
 TAKING = {"enumerate", "iter", "len", "list", "next", "print", "tqdm", "zip"}
 """Functions of a loader that go through no whole pass by themselves."""
 OF_LIBRARIES = {
@@ -48,6 +69,16 @@ OF_LIBRARIES = {
     for name in dir(kind)
 } | {"close", "copy", "deepcopy", "isfinite", "isinf", "isnan", "sqrt"}
 """Methods that go through no loader."""
+SHOWS = re.compile(
+    r"print|log|info|debug|warn|write|plot|save|show|display|scalar|eval|valid|test",
+    re.IGNORECASE,
+)
+"""In the name of a function that changes nothing by which a loop goes on: fewer than
+show, as an `update`, or a `generate`, may be of the data."""
+LOOPS = ast.For | ast.AsyncFor | ast.While
+EXPRESSIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<lambda>"}
+"""Names of code that has no statements."""
+EVALUATES = re.compile(r"eval|valid|test", re.IGNORECASE)
 
 
 class Replay:
@@ -64,13 +95,17 @@ class Replay:
         is_before: Callable[[], bool],
         has_batches: Callable[[], bool],
         num_passes: Callable[[], int],
+        note: Callable[[str], None],
     ) -> None:
         """`is_before()` says whether the loop has not come to where the run was,
-        `has_batches()` whether it has had one since, and `num_passes()` how many passes
-        it has begun."""
+        `has_batches()` whether it has had one since, or asked for one, and
+        `num_passes()` how many passes it has begun; `note(text)` takes a sentence for
+        the user."""
         self._is_before = is_before
         self._has_batches = has_batches
         self._num_passes = num_passes
+        self._note = note
+        self._has_noted = False
 
     @property
     def is_there(self) -> bool:
@@ -82,18 +117,32 @@ class Replay:
         """Whether it has had a batch."""
         return self._has_batches()
 
+    def has_batches_for(self, use: str) -> bool:
+        """The same, before a line by which the loop trains: the first that is left out
+        where the loop is where the run was is noted."""
+        if not self.has_batches and self.is_there and not self._has_noted:
+            self._has_noted = True
+            self._note(LEFT_OUT.format(use=use))
+        return self.has_batches
+
     @contextlib.contextmanager
-    def tolerating(self, *, is_call: bool) -> Iterator[None]:
+    def tolerating(self, use: str = "", *, is_call: bool) -> Iterator[None]:
         """An error for want of a batch ends no more than what is within it; not one of
-        labkit's, and none of a call that has not gone through the loader yet."""
+        labkit's, and none of a call that has not gone through the loader yet, or that
+        would train on. `use` is a line by which the loop trains."""
         num_before = self._num_passes()
         try:
             yield
         except (UnsupportedLoopError, UserError, dist.DistError):
             raise
-        except Exception:
+        except Exception as error:
             if self.has_batches or (is_call and self._num_passes() == num_before):
                 raise
+            if is_call and ends_training(error):
+                error.add_note(NO_BATCHES)
+                raise
+            if use:
+                self.has_batches_for(use)
 
     def visit(self, tree: ast.Module) -> ast.Module:
         """The cell, rewritten."""
@@ -107,27 +156,62 @@ class Replay:
     def of_function(self, function: Any) -> Iterator[Any]:
         """`function`, rewritten as a cell is: itself where its text is not known, or
         where it is not made of that text alone."""
-        is_plain = inspect.isfunction(function) and not function.__closure__
-        try:
-            text = textwrap.dedent(inspect.getsource(function)) if is_plain else ""
-            tree = ast.parse(text)
-        except (OSError, SyntaxError):
-            tree = ast.Module([], [])
-        match tree.body:
-            case [ast.FunctionDef(decorator_list=[], name=function.__name__)]:
-                pass
-            case _:
-                yield function
-                return
-        ast.increment_lineno(tree, function.__code__.co_firstlineno - 1)
-        code = compile(self.visit(tree), function.__code__.co_filename, "exec")
-        made: dict[str, Any] = {}
-        exec(code, function.__globals__, made)
+        tree = tree_of_function(function)
+        if tree is None:
+            yield function
+            return
+        file = function.__code__.co_filename
+        code = code_in(compile(self.visit(tree), file, "exec"), function)
+        made = FunctionType(code, function.__globals__, function.__name__)
+        made.__defaults__, made.__kwdefaults__ = (
+            function.__defaults__,
+            function.__kwdefaults__,
+        )
         function.__globals__[REPLAY_NAME] = self
         try:
-            yield made[function.__name__]
+            yield made
         finally:
             function.__globals__.pop(REPLAY_NAME, None)
+
+
+def tree_of_function(function: Any) -> ast.Module | None:
+    """The text of a plain function, with the lines of its file; None where it is none,
+    or where the file has changed since."""
+    if not inspect.isfunction(function) or function.__closure__:
+        return None
+    try:
+        lines, first = inspect.getsourcelines(function)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError):
+        return None
+    match tree.body:
+        case [ast.FunctionDef(decorator_list=[], name=function.__name__)]:
+            ast.increment_lineno(tree, first - 1)
+        case _:
+            return None
+    made = code_in(compile(tree, function.__code__.co_filename, "exec"), function)
+    return tree if are_alike(made, function.__code__) else None
+
+
+def are_alike(one: CodeType, other: CodeType) -> bool:
+    """Whether both do the same, wherever their lines are."""
+    if (one.co_code, one.co_names) != (other.co_code, other.co_names):
+        return False
+    return len(one.co_consts) == len(other.co_consts) and all(
+        are_alike(a, b)
+        if isinstance(a, CodeType) and isinstance(b, CodeType)
+        else repr(a) == repr(b)
+        for a, b in zip(one.co_consts, other.co_consts, strict=True)
+    )
+
+
+def code_in(module: CodeType, function: FunctionType) -> CodeType:
+    """The function's own, without a call of what its defaults are."""
+    return next(
+        each
+        for each in module.co_consts
+        if isinstance(each, CodeType) and each.co_name == function.__name__
+    )
 
 
 class _Passes:
@@ -136,6 +220,7 @@ class _Passes:
     def __init__(self, tree: ast.Module) -> None:
         self._loaders = prepared_names(tree, -1)
         self._trains = {*training_functions(tree)}
+        self._used = used_names(tree)
 
     def is_displayed(self, statement: ast.stmt) -> bool:
         """Whether IPython displays its value, if it is the last one of a cell."""
@@ -153,6 +238,7 @@ class _Passes:
         lacking, skipped, changed = set[str](), set[str](), set[str]()
         for number, statement in enumerate(body):
             uses, sets = uses_of([statement])
+            sets |= bound_within(statement)
             is_call = is_round and self._is_call(statement)
             if is_call or self._has_pass(statement):
                 made.append(self._with_pass(statement, is_call=is_call))
@@ -163,13 +249,51 @@ class _Passes:
                 made.append(statement)
             elif uses & lacking:
                 lacking |= sets
-                made.append(only_if("has_batches", statement))
+                made.append(only_if(self._has_batches(statement), statement))
             elif uses & skipped or self._only_shows(statement):
                 skipped |= sets
-                made.append(only_if("is_there", statement))
+                lacking -= assigned_by(statement)
+                made.append(only_if(attribute("is_there"), statement))
+            elif uses & changed:
+                made.append(in_context(statement, self._use(statement)))
             else:
-                made.append(in_context(statement) if uses & changed else statement)
+                made.append(statement)
+                lacking -= assigned_by(statement)
+                skipped -= assigned_by(statement)
         return made
+
+    def _has_batches(self, statement: ast.stmt) -> ast.expr:
+        if use := self._use(statement):
+            return ast.Call(attribute("has_batches_for"), [ast.Constant(use)], [])
+        return attribute("has_batches")
+
+    def _use(self, statement: ast.stmt) -> str:
+        """Its first line, if the loop trains by what it does; "" otherwise."""
+        return line_of(statement) if self.trains_by([statement]) else ""
+
+    def trains_on(self, statement: ast.stmt) -> bool:
+        """Whether a function may train on with it."""
+        if not self._is_plain(statement):
+            return True
+        return not isinstance(statement, ast.Return) and self.trains_by([statement])
+
+    def trains_by(self, body: list[ast.stmt]) -> bool:
+        """Whether these do anything that what follows may train by, or end."""
+        for each in statements_in(body):
+            names = changed_by(each)
+            if isinstance(each, ENDING) or names & self._used:
+                return True
+            if isinstance(each, SETTING):  # an item, or an attribute
+                is_record = any(map(RECORDS.search, names))
+                if not is_record and (not names or names != {*set_by(each)}):
+                    return True
+            if isinstance(each, ast.Expr) and self._may_train(each.value):
+                return True
+        return False
+
+    def _may_train(self, value: ast.expr) -> bool:
+        is_other = isinstance(value, ast.Call) and not computes(value)
+        return is_other and may_train(value, self._trains)
 
     def _with_pass(self, statement: ast.stmt, *, is_call: bool) -> ast.stmt:
         if is_call:
@@ -227,24 +351,80 @@ class _Passes:
             return all(map(self._only_shows, inner))
         if not isinstance(statement, ast.Expr | ast.Assign):
             return False
-        calls = (each for each in ast.walk(statement) if isinstance(each, ast.Call))
-        return any(map(self._shows, calls))
+        names = {
+            name_of(each.func)
+            for each in ast.walk(statement)
+            if isinstance(each, ast.Call) and self._shows(each)
+        }
+        if self._used.isdisjoint(set_by(statement)):
+            return bool(names)
+        return any(map(EVALUATES.search, names))
 
     def _shows(self, call: ast.Call) -> bool:
-        is_train = isinstance(call.func, ast.Name) and call.func.id == "train"
-        return shows(call, self._trains) and not is_train
+        return shows(call, self._trains) and bool(SHOWS.search(name_of(call.func)))
 
 
-def in_context(statement: ast.stmt, *, is_call: bool = False) -> ast.stmt:
-    """`with __labkit_replay__.tolerating(is_call=...): statement`"""
+def ends_training(error: Exception) -> bool:
+    """Whether an error, within a call of the cell's, leaves out anything by which a
+    loop trains; or ends a function of which nobody can tell."""
+    # Without the frames of `tolerating` and of the cell.
+    frames = [*traceback.walk_tb(error.__traceback__)][2:]
+    return any(trains_after(frame.f_code, line) for frame, line in frames)
+
+
+def trains_after(code: CodeType, line: int) -> bool:
+    """Whether a function of the user's has yet to train where it fails in this line."""
+    if is_of_library(code.co_filename) or code.co_name in EXPRESSIONS:
+        return False
+    try:
+        lines, first = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError):
+        return True
+    ast.increment_lineno(tree, max(first - 1, 0))
+    passes = _Passes(tree)
+    body = (
+        tree.body if code.co_name == "<module>" else getattr(tree.body[0], "body", [])
+    )
+    return any(
+        passes.trains_on(each)
+        for each in statements_in(body)
+        if each.lineno > line
+        or (isinstance(each, LOOPS) and each.lineno <= line <= (each.end_lineno or 0))
+    )
+
+
+def bound_within(statement: ast.stmt) -> set[str]:
+    """The names that its expressions and patterns set."""
+    found = set[str]()
+    for each in ast.walk(statement):
+        match each:
+            case ast.NamedExpr(target=ast.Name(id=name)):
+                found.add(name)
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                found.add(name)
+    return found
+
+
+def assigned_by(statement: ast.stmt) -> set[str]:
+    """The names that have a value of its whatever they had before."""
+    is_one = isinstance(statement, ast.Assign | ast.AnnAssign)
+    return {*set_by(statement)} if is_one else set()
+
+
+def in_context(
+    statement: ast.stmt, use: str = "", *, is_call: bool = False
+) -> ast.stmt:
+    """`with __labkit_replay__.tolerating(use, is_call=...): statement`"""
     keyword = ast.keyword("is_call", ast.Constant(is_call))
-    context = ast.withitem(ast.Call(attribute("tolerating"), [], [keyword]))
-    return ast.copy_location(ast.With([context], [statement]), statement)
+    call = ast.Call(attribute("tolerating"), [ast.Constant(use)], [keyword])
+    made = ast.With([ast.withitem(call)], [statement])
+    return ast.copy_location(made, statement)
 
 
-def only_if(condition: str, statement: ast.stmt) -> ast.stmt:
-    """`if __labkit_replay__.condition: statement`"""
-    made = ast.If(attribute(condition), [statement], [])
+def only_if(condition: ast.expr, statement: ast.stmt) -> ast.stmt:
+    """`if condition: statement`"""
+    made = ast.If(condition, [statement], [])
     return ast.copy_location(made, statement)
 
 

@@ -173,6 +173,11 @@ class RunCheckpointer(Observer):
         """That the loop has begun, through all its loaders."""
         return sum(each.num_epochs for each in self._loaders)
 
+    @property
+    def num_empty(self) -> int:
+        """Those that have ended without a batch."""
+        return sum(each.num_empty for each in self._loaders)
+
     # ---- called by the session ----
 
     def add(self, optimizer: PreparedOptimizer, loader: RankLoader) -> None:

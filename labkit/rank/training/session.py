@@ -312,8 +312,11 @@ class Session:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the loop has had a batch, or a backward pass, in this run."""
-        return self._loss_hooks.microbatch > 0 or self._loss_hooks.num_backwards > 0
+        """Whether the loop has had a batch, or a backward pass, in this run; or has
+        asked for a batch, which has failed."""
+        hooks, passes = self._loss_hooks, self._checkpointer
+        has_asked = passes.num_passes > passes.num_empty
+        return has_asked or hooks.microbatch > 0 or hooks.num_backwards > 0
 
     def prepared(self) -> list[Prepared]:
         """What `prepare` has made in this run."""

@@ -103,10 +103,13 @@ def value_of(value: Any, rest: str) -> Any:
 @functools.lru_cache(1024)
 def is_own_file(file: str) -> bool:
     """Whether it is a module of the user's, and no library."""
+    return Path(file).suffix == ".py" and not is_of_library(file)
+
+
+def is_of_library(file: str) -> bool:
     path = Path(file)
-    return path.suffix == ".py" and not (
-        any(path.is_relative_to(folder) for folder in LIBRARIES)
-        or {"site-packages", "dist-packages"} & {*path.parts}
+    return any(path.is_relative_to(folder) for folder in LIBRARIES) or bool(
+        {"site-packages", "dist-packages"} & {*path.parts}
     )
 
 
