@@ -1,6 +1,9 @@
 """What a loop's text shows of the variables by which it goes on."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from labkit.rank.code.batch_sizes import use_of_batch_size
 from labkit.rank.code.carried import carried_names
@@ -8,6 +11,8 @@ from labkit.rank.code.carried import count_of_microbatches
 from labkit.rank.code.carried import taken_before
 from labkit.rank.code.kept_samples import count_by_dataset
 from labkit.rank.code.kept_samples import kept_of_samples
+from labkit.rank.training.unsaved import Unsaved
+from labkit.rank.training.unsaved import described
 
 BEGIN = "model, optimizer, loader = prepare(model, sgd, data, batch_size=64)\n"
 STEP = (
@@ -238,3 +243,25 @@ def test_a_count_of_samples_by_which_a_loop_trains() -> None:
 def test_texts_that_unpack_nothing_are_read(text: str) -> None:
     for read in (carried_names, taken_before, kept_of_samples, use_of_batch_size):
         assert not any(read(BEGIN + text) or ())
+
+
+def test_an_attribute_that_cannot_be_read_ends_no_run() -> None:
+    class Trainer:
+        @property
+        def step(self) -> int:
+            raise RuntimeError
+
+    self = Trainer()
+    code = BEGIN + CARRIED["an attribute"][0]
+    assert Unsaved(lambda: code).variables() == {}
+    self = SimpleNamespace(step=3)  # noqa: F841
+    assert Unsaved(lambda: code).variables() == {"self.step": "3"}
+
+
+def test_a_quantized_tensor_is_described() -> None:
+    found = {
+        described(torch.quantize_per_tensor(torch.tensor([value] * 9), 0.1, 0, kind))
+        for value in (0.0, 1.0, 1.0)
+        for kind in [torch.qint8]
+    }
+    assert len(found) == 2

@@ -269,7 +269,8 @@ class _Passes:
 
     def _use(self, statement: ast.stmt) -> str:
         """Its first line, if the loop trains by what it does; "" otherwise."""
-        return line_of(statement) if self.trains_by([statement]) else ""
+        found = line_of(statement) if self.trains_by([statement]) else ""
+        return found.removesuffix(":")
 
     def trains_on(self, statement: ast.stmt) -> bool:
         """Whether a function may train on with it."""

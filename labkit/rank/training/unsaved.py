@@ -124,10 +124,10 @@ class Unsaved:
                     self._cell = frame.f_globals
             frame = frame.f_back
         place = next((each for each in places if name in each), self._cell)
-        value = place.get(name)
-        if attribute:
-            value = getattr(value, attribute, None)
-        return described(value)
+        with contextlib.suppress(Exception):  # of a property, or another class's own
+            value = place.get(name)
+            return described(getattr(value, attribute) if attribute else value)
+        return None
 
     def _others(self, module: nn.Module) -> list[torch.Tensor]:
         """What it has beside the prepared models: a loss may have one in it."""

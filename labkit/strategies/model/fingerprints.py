@@ -36,6 +36,8 @@ def places_on(device: torch.device) -> torch.Tensor:
 
 def column_sums(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor as words in rows of `COLUMNS`, summed over the rows."""
+    if tensor.is_quantized:  # a view of its bits ends the process
+        tensor = tensor.int_repr()
     values = tensor.detach().resolve_conj().resolve_neg().flatten()
     if values.is_complex():
         values = torch.view_as_real(values).flatten()
