@@ -57,9 +57,9 @@ NO_BATCHES = (
 LEFT_OUT = (
     "{use}: this run resumes at the end of a pass over the loader. This line follows "
     "the pass and needs what a batch sets or counts, so it was left out there, where "
-    "one process does it, with what depends on it: training goes on otherwise. To have "
-    "it done, remove this checkpoint, to resume from the one before; or save at other "
-    "steps than the last of a pass, by --every"
+    "one process does it, with what depends on it: training may go on otherwise. To "
+    "have it done, remove this checkpoint, to resume from the one before; or save at "
+    "other steps than the last of a pass, by --every"
 )
 TAKING = {"enumerate", "iter", "len", "list", "next", "print", "tqdm", "zip"}
 """Functions of a loader that go through no whole pass by themselves."""
