@@ -193,6 +193,28 @@ def test_counts_of_a_rank_by_the_whole_dataset(text: str, found: str | None) -> 
     assert said == found if found is None else str(said).startswith(found)
 
 
+LOADER = "data = DataLoader(dataset, batch_size=64)\n" + BEGIN
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (LOADER + ACCURACY + "    print(correct / len(data))\n", None),
+        (
+            LOADER.replace(", loader =", ", data =")
+            + ACCURACY.replace("loader", "data")
+            + "    print(correct / len(data))\n",
+            None,
+        ),
+        (LOADER + ACCURACY + "    print(correct / len(dataset))\n", "line 12: "),
+        (LOADER + ACCURACY + "    print(correct / len(data.dataset))\n", "line 12: "),
+    ],
+)
+def test_sums_over_the_batches_of_a_loader(text: str, found: str | None) -> None:
+    said = count_by_dataset(text, is_loader=True)
+    assert said == found if found is None else str(said).startswith(found)
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

@@ -57,16 +57,19 @@ def kept_of_samples(code: str) -> str | None:
     return None
 
 
-def count_by_dataset(code: str) -> str | None:
+def count_by_dataset(code: str, *, is_loader: bool = False) -> str | None:
     """The first line that divides what a loop counts of its batches by the length of
     the whole dataset, as "line 12: correct / len(loader.dataset)"; None if there is
-    none, or if the cell exchanges anything between ranks."""
+    none, or if the cell exchanges anything between ranks. `is_loader` where `prepare`
+    gets a DataLoader, whose own length is that of its batches."""
     tree = tree_of(code)
     if has_exchanges(code, [".share", "reduce("]):
         return None
     loaders = prepared_names(tree, -1)
     data = {*given_data(tree)}
-    datasets = {f"len({each}{part})" for each in data for part in ("", ".dataset")}
+    datasets = {f"len({each}.dataset)" for each in data}
+    whole_data = {*data_of_loaders(tree)} if is_loader else data
+    datasets |= {f"len({each})" for each in whole_data - loaders}
     for loop in ast.walk(tree):
         if not isinstance(loop, ast.For):
             continue
@@ -90,6 +93,17 @@ def given_data(tree: ast.Module) -> Iterator[str]:
                 k.value for k in node.keywords if k.arg == "dataset"
             ]
             yield from (each.id for each in data if isinstance(each, ast.Name))
+
+
+def data_of_loaders(tree: ast.Module) -> Iterator[str]:
+    """The variables of which DataLoaders are made that `prepare` gets."""
+    data = {*given_data(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            is_given = any(names_in(each, data) for each in node.targets)
+            if is_given and name_of(node.value.func) == "DataLoader":
+                first = node.value.args[:1]
+                yield from (each.id for each in first if isinstance(each, ast.Name))
 
 
 def names_of(texts: set[str], tree: ast.Module) -> set[str]:

@@ -99,17 +99,18 @@ def of_text(
     num_ranks: int,
     num_alike: int,
     is_sum: bool,
+    is_loader: bool,
 ) -> Iterator[str]:
     """What the text of a cell shows, before its loop begins.
 
     `num_ranks` share a batch, `num_alike` have the same samples each; `is_sum` where
-    the loss is a sum over them.
+    the loss is a sum over them; `is_loader` where `prepare` gets a DataLoader.
     """
     if num_ranks > 1 and (use := use_of_batch_size(code)):
         yield SIZE_OF_PART.format(use=use.removesuffix(":"))
     if num_ranks > 1 and (use := kept_of_samples(code)):
         yield KEPT_OF_PART.format(use=use)
-    if num_ranks > 1 and (use := count_by_dataset(code)):
+    if num_ranks > 1 and (use := count_by_dataset(code, is_loader=is_loader)):
         yield COUNT_OF_PART.format(use=use, count=num_ranks)
     if num_ranks > 1 and (use := taken_before(code)):
         yield TAKEN_OF_PART.format(use=use.removesuffix(":"))

@@ -463,6 +463,7 @@ class Session:
             num_ranks=self.peers.size,
             num_alike=self.team.size // self.peers.size,
             is_sum=dealer.is_sum,
+            is_loader=isinstance(dataset, DataLoader),
         ):
             self.note(text)
         # From here on ranks with samples of their own differ: dropout falls on other
