@@ -237,6 +237,11 @@ def test_a_count_of_microbatches_by_which_a_loop_trains() -> None:
     assert count_of_microbatches(text) == "line 10: step += 1"
     once = "        if not optimizer.held_back:\n            step += 1\n"
     assert count_of_microbatches(text.replace("        step += 1\n", once)) is None
+    mean = CARRIED["a mean for a schedule"][0].replace("total = 0", "total = n = 0")
+    mean = mean.replace("    scheduler.step(total)", "        n += 1\n    STEP")
+    mean = BEGIN + mean.replace("STEP", "scheduler.step(total / n)")
+    assert count_of_microbatches(mean) is None
+    assert count_of_microbatches(mean + "    weigh(n)\n") == "line 10: n += 1"
     shown = BEGIN + SHOWN_ALONE["a number by which it prints"]
     assert count_of_microbatches(shown) is None
 

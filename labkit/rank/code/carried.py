@@ -11,11 +11,13 @@ from collections.abc import Set as AbstractSet
 from labkit.rank.code.exchanges import EXCHANGES
 from labkit.rank.code.exchanges import has_exchanges
 from labkit.rank.code.kept_samples import KEEPING
+from labkit.rank.code.kept_samples import counted_in
 from labkit.rank.code.trees import has_backward
 from labkit.rank.code.trees import line_of
 from labkit.rank.code.trees import name_of
 from labkit.rank.code.trees import named_in
 from labkit.rank.code.trees import names_in
+from labkit.rank.code.trees import new_tree_of
 from labkit.rank.code.trees import number_in
 from labkit.rank.code.trees import prepared_names
 from labkit.rank.code.trees import takes_batches
@@ -100,13 +102,26 @@ def count_of_microbatches(code: str) -> str | None:
             if isinstance(node, ast.If) and "held_back" in ast.unparse(node.test)
             for inner in ast.walk(node)
         }
+        sums = {*counted_in(loop)} if isinstance(loop, ast.For) else set()
+        used = used_names(_WithoutMeans(sums).visit(new_tree_of(code)))
         for each in statements_in(loop.body):
             if not isinstance(each, ast.AugAssign) or id(each) in once:
                 continue
             is_count = isinstance(each.value, ast.Constant)
-            if is_count and {*set_by(each)} & used_names(tree):
+            if is_count and {*set_by(each)} & used:
                 return line_of(each)
     return None
+
+
+class _WithoutMeans(ast.NodeTransformer):
+    """Takes away what some sums are divided by: a mean is the same, of microbatches."""
+
+    def __init__(self, sums: set[str]) -> None:
+        self._sums = sums
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        is_mean = isinstance(node.op, ast.Div) and self._sums & {*named_in(node.left)}
+        return self.visit(node.left) if is_mean else self.generic_visit(node)
 
 
 def trains_in_rounds(loop: Loop) -> bool:
