@@ -269,9 +269,14 @@ def test_a_function_is_rewritten_with_the_lines_of_its_file(tmp_path: Path) -> N
 def test_a_function_that_is_rewritten_keeps_its_defaults(tmp_path: Path) -> None:
     loop = Loop([[], [], [1.0, 3.0]], rate=0.1)
     body = "\n".join(f"    {line}" for line in EPOCHS.splitlines())
-    text = f"def main(rate=rate, *, more=[]):\n{body}\n    more.append(rate)\n"
+    text = (
+        "from __future__ import annotations\n"
+        f"def main(rate=rate, *, more=[]):\n{body}\n    more.append(rate)\n"
+        "    def inner(x: rate): pass\n"
+    )
     define(loop, tmp_path / "file.py", text)
     loop.names["rate"] = 0.5
     with loop.replay.of_function(loop.names["main"]) as main:
         main()
     assert loop.names["main"].__kwdefaults__ == {"more": [0.1]}
+    assert loop.printed == [(2, 2.0), ("last", 3.0)]

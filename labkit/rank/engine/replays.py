@@ -4,6 +4,8 @@ It runs from its first line, and passes over its data have no batches there. So 
 follows a pass has nothing to show, and may lack what a batch would have set.
 """
 
+import __future__
+
 import ast
 import builtins
 import contextlib
@@ -160,8 +162,7 @@ class Replay:
         if tree is None:
             yield function
             return
-        file = function.__code__.co_filename
-        code = code_in(compile(self.visit(tree), file, "exec"), function)
+        code = compiled(self.visit(tree), function)
         made = FunctionType(code, function.__globals__, function.__name__)
         made.__defaults__, made.__kwdefaults__ = (
             function.__defaults__,
@@ -189,8 +190,7 @@ def tree_of_function(function: Any) -> ast.Module | None:
             ast.increment_lineno(tree, first - 1)
         case _:
             return None
-    made = code_in(compile(tree, function.__code__.co_filename, "exec"), function)
-    return tree if are_alike(made, function.__code__) else None
+    return tree if are_alike(compiled(tree, function), function.__code__) else None
 
 
 def are_alike(one: CodeType, other: CodeType) -> bool:
@@ -205,8 +205,11 @@ def are_alike(one: CodeType, other: CodeType) -> bool:
     )
 
 
-def code_in(module: CodeType, function: FunctionType) -> CodeType:
-    """The function's own, without a call of what its defaults are."""
+def compiled(tree: ast.Module, function: FunctionType) -> CodeType:
+    """The code of a function of this text, without a call of what its defaults are."""
+    code = function.__code__
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    module = compile(tree, code.co_filename, "exec", flags, dont_inherit=True)
     return next(
         each
         for each in module.co_consts
