@@ -88,6 +88,12 @@ CARRIED = {
         "    else:\n        bad += 1\n    if bad > 3:\n        break\n",
         {"best", "bad"},
     ),
+    "patience by a pattern": (
+        "bad = 0\n" + EPOCHS + "    match validate(model):\n"
+        "        case found if found < 0.1:\n            pass\n"
+        "        case _:\n            bad += 1\n    if bad > 3:\n        break\n",
+        {"bad"},
+    ),
     "a baseline": (
         "baseline = 0.0\nfor x, y in loader:\n    reward = score(model(x), y)\n"
         "    loss = -(reward - baseline).mean()\n    loss.backward()\n"

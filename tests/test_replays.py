@@ -222,6 +222,16 @@ def test_names_that_expressions_and_patterns_set_may_be_lacking() -> None:
     assert loop.names["rates"] == [(6.0, 3.0)]
 
 
+@pytest.mark.parametrize(
+    "head", ["match 1:\n  case 1:\n", "try:\n  1 / 0\nexcept Exception:\n"]
+)
+def test_passes_within_a_pattern_or_a_handler_are_seen(head: str) -> None:
+    loop = Loop([[], [], [1.0, 3.0]])
+    lines = EPOCHS.removeprefix(PREPARE).splitlines()
+    loop.run(PREPARE + head + "\n".join(f"    {line}" for line in lines))
+    assert loop.printed == [(2, 2.0), ("last", 3.0)]
+
+
 @pytest.mark.parametrize("line", ["data.update(epoch)", "stage = timetable(epoch)"])
 def test_what_may_be_no_output_is_done_after_each_pass(line: str) -> None:
     done: list[int] = []

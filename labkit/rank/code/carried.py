@@ -25,6 +25,7 @@ from labkit.rank.code.trees import trains_on_each
 from labkit.rank.code.trees import tree_of
 
 Loop = ast.For | ast.While
+ROUNDS = ast.For | ast.AsyncFor
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 SETTING = ast.Assign | ast.AugAssign | ast.AnnAssign
 ENDING = ast.Break | ast.Continue | ast.Return | ast.Raise
@@ -213,8 +214,12 @@ def bodies_of(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
         return
     for part in ("body", "orelse", "finalbody"):
         yield getattr(statement, part, [])
-    for handler in getattr(statement, "handlers", []):
+    for handler in [*getattr(statement, "handlers", []), *cases_of(statement)]:
         yield handler.body
+
+
+def cases_of(statement: ast.stmt) -> list[ast.match_case]:
+    return statement.cases if isinstance(statement, ast.Match) else []
 
 
 def statements_in(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
@@ -230,8 +235,9 @@ def own_parts(statement: ast.stmt) -> Iterator[ast.AST]:
     if isinstance(statement, FUNCTIONS | ast.ClassDef):
         return
     for child in ast.iter_child_nodes(statement):
-        if not isinstance(child, ast.stmt | ast.excepthandler):
+        if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
             yield child
+    yield from (each.guard for each in cases_of(statement) if each.guard is not None)
 
 
 def read_by(statement: ast.stmt) -> set[str]:
@@ -253,9 +259,9 @@ def set_by(statement: ast.stmt) -> Iterator[str]:
     targets: list[ast.AST] = []
     if isinstance(statement, ast.Assign):
         targets = [*statement.targets]
-    elif isinstance(statement, ast.AugAssign | ast.AnnAssign | ast.For):
+    elif isinstance(statement, ast.AugAssign | ast.AnnAssign | ROUNDS):
         targets = [statement.target]
-    elif isinstance(statement, ast.With):
+    elif isinstance(statement, ast.With | ast.AsyncWith):
         targets = [each.optional_vars for each in statement.items if each.optional_vars]
     waiting = [*targets]
     while waiting:

@@ -29,6 +29,7 @@ from labkit.checks import UserError
 from labkit.rank.code.carried import ENDING
 from labkit.rank.code.carried import RECORDS
 from labkit.rank.code.carried import SETTING
+from labkit.rank.code.carried import cases_of
 from labkit.rank.code.carried import changed_by
 from labkit.rank.code.carried import computes
 from labkit.rank.code.carried import may_train
@@ -308,6 +309,8 @@ class _Passes:
                 if inner := getattr(statement, part, []):
                     made = self.rewritten(inner, is_round=is_round)
                     setattr(statement, part, made)
+            for each in [*getattr(statement, "handlers", []), *cases_of(statement)]:
+                each.body = self.rewritten(each.body)
         return statement
 
     def _is_pass(self, node: ast.AST) -> bool:
