@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from labkit.rank.engine.replays import NO_BATCHES
 from labkit.rank.engine.replays import REPLAY_NAME
@@ -290,3 +291,78 @@ def test_a_function_that_is_rewritten_keeps_its_defaults(tmp_path: Path) -> None
         main()
     assert loop.names["main"].__kwdefaults__ == {"more": [0.1]}
     assert loop.printed == [(2, 2.0), ("last", 3.0)]
+
+
+def test_what_follows_a_call_that_trains_and_sets_nothing_shows_nothing() -> None:
+    loop = Loop([[], [], [1.0, 3.0]])
+    code = (
+        "@torch.no_grad()\ndef test():\n    print('test')\n"
+        "for epoch in range(3):\n    train(loader)\n    test()\n"
+    )
+    exec(FUNCTION.format(first="pass"), loop.names)
+    loop.run(PREPARE + code)
+    assert loop.printed == [("test",)]
+
+
+TRAINER = """
+class Trainer:
+    def __init__(self, loader):
+        self.loader, self.losses = loader, []
+    def train_epoch(self):
+        total = seen = 0
+        for batch in self.loader:
+            self.backward()
+            total += batch
+            seen += 1
+        return total / seen
+    def backward(self):
+        loss.backward()
+    @torch.no_grad()
+    def validate(self):
+        print('validate')
+        return 1.0
+    def fit(self):
+        for epoch in range(3):
+            mean = self.train_epoch()
+            found = self.validate()
+            self.losses.append(mean)
+            print(f'{epoch} {mean:.1f} {found:.1f}')
+trainer = Trainer(loader)
+trainer.fit()
+"""
+
+
+@pytest.mark.parametrize("called", ["self.backward()", "loss.backward()"])
+def test_a_method_of_the_cell_that_trains_is_as_a_pass(called: str) -> None:
+    loop = Loop([[], [], [1.0, 3.0]], loss=torch.zeros(1, requires_grad=True).sum())
+    loop.run(PREPARE + TRAINER.replace("self.backward()\n    ", f"{called}\n    "))
+    assert loop.printed == [("validate",), ("2 2.0 1.0",)]
+    assert loop.names["trainer"].losses == [2.0]
+
+
+ASKING = """
+batches = iter(loader)
+for step in range(2):
+    try:
+        batch = next(batches)
+    except StopIteration:
+        stages.append(step)
+        batches = iter(loader)
+        batch = next(batches)
+    print(step, batch)
+"""
+
+
+@pytest.mark.parametrize("left", [[], [7.0]])
+def test_a_loop_that_asks_for_the_next_pass_has_that_of_the_checkpoint(
+    left: list[float],
+) -> None:
+    loop = Loop([[], [], left, [1.0, 3.0]])
+    loop.run(PREPARE + ASKING)
+    assert loop.printed == [*enumerate([*left, 1.0, 3.0][:2])]
+
+
+def test_a_loader_that_has_no_batches_at_all_is_not_asked_forever() -> None:
+    loop = Loop([[], [], [], []])
+    with pytest.raises(StopIteration):
+        loop.run(PREPARE + ASKING)

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from labkit.checks import UnsupportedLoopError
 from labkit.checks import UserError
 from labkit.rank.code.carried import ENDING
+from labkit.rank.code.carried import FUNCTIONS
 from labkit.rank.code.carried import RECORDS
 from labkit.rank.code.carried import SETTING
 from labkit.rank.code.carried import cases_of
@@ -49,8 +50,8 @@ from labkit.rank.training.whole_text import is_of_library
 
 REPLAY_NAME = "__labkit_replay__"
 """What the cell has a `Replay` by."""
-ERRORS = (NameError, ZeroDivisionError)
-"""Of what a batch would have set or counted."""
+ERRORS = (NameError, StopIteration, ZeroDivisionError)
+"""Of what a batch would have set or counted, or of one that is asked for."""
 NO_BATCHES = (
     "this run resumes: the cell runs from its first line, and passes over the loader "
     "have no batches up to where the checkpoint was taken. What a batch sets or counts "
@@ -109,6 +110,8 @@ class Replay:
         self._num_passes = num_passes
         self._note = note
         self._has_noted = False
+        self._was_there = False
+        """Whether it was, as a pass without batches ended before."""
 
     @property
     def is_there(self) -> bool:
@@ -127,6 +130,13 @@ class Replay:
             self._has_noted = True
             self._note(LEFT_OUT.format(use=use))
         return self.has_batches
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether a pass that has no batch may be followed by one that has: also the
+        one in which the run was may have none left."""
+        was_there, self._was_there = self._was_there, self.is_there
+        return not self.has_batches and not was_there
 
     @contextlib.contextmanager
     def tolerating(self, use: str = "", *, is_call: bool) -> Iterator[None]:
@@ -153,6 +163,7 @@ class Replay:
         value = [each for each in tree.body[-1:] if passes.is_displayed(each)]
         body = tree.body[: len(tree.body) - len(value)]
         tree.body = [*passes.rewritten(body), *value]
+        _NextPasses().visit(tree)
         return ast.fix_missing_locations(tree)
 
     @contextlib.contextmanager
@@ -225,6 +236,7 @@ class _Passes:
         self._loaders = prepared_names(tree, -1)
         self._trains = {*training_functions(tree)}
         self._used = used_names(tree)
+        self._go_through = callers_of(self._trains, tree)
 
     def is_displayed(self, statement: ast.stmt) -> bool:
         """Whether IPython displays its value, if it is the last one of a cell."""
@@ -240,16 +252,20 @@ class _Passes:
         where a loop repeats them. A statement that may have a pass is left alone."""
         made: list[ast.stmt] = []
         lacking, skipped, changed = set[str](), set[str](), set[str]()
+        follows = False
         for number, statement in enumerate(body):
             uses, sets = uses_of([statement])
             sets |= bound_within(statement)
             is_call = is_round and self._is_call(statement)
-            if is_call or self._has_pass(statement):
+            if isinstance(statement, FUNCTIONS | ast.ClassDef):
+                made.append(self._with_pass(statement, is_call=False))
+            elif not evaluates(statement) and (is_call or self._has_pass(statement)):
                 made.append(self._with_pass(statement, is_call=is_call))
                 _, reset = uses_of(body[:number])
                 lacking |= sets - (uses - reset)
                 changed |= sets
-            elif not changed or not self._is_plain(statement):
+                follows = True  # also what goes through the loader and sets nothing
+            elif not follows or not self._is_plain(statement):
                 made.append(statement)
             elif uses & lacking:
                 lacking |= sets
@@ -325,13 +341,15 @@ class _Passes:
         )
 
     def _is_call(self, statement: ast.stmt) -> bool:
-        """Whether it calls a function of the user's with the loader, which may go
-        through it."""
+        """Whether it calls a function of the user's that trains, or that has the loader
+        and may go through it."""
         if not isinstance(statement, ast.Expr | ast.Assign | ast.AugAssign):
             return False
         for each in ast.walk(statement):
             if not isinstance(each, ast.Call) or name_of(each.func) in TAKING:
                 continue
+            if name_of(each.func) in self._go_through:
+                return True
             given = [*each.args, *(word.value for word in each.keywords)]
             has_loader = any(getattr(one, "id", "") in self._loaders for one in given)
             if has_loader and not name_of(each.func)[:1].isupper():  # of no class
@@ -417,6 +435,49 @@ def assigned_by(statement: ast.stmt) -> set[str]:
     """The names that have a value of its whatever they had before."""
     is_one = isinstance(statement, ast.Assign | ast.AnnAssign)
     return {*set_by(statement)} if is_one else set()
+
+
+class _NextPasses(ast.NodeTransformer):
+    """What asks a loader for its next pass where one has ended asks again, until there
+    is one that has batches."""
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.ExceptHandler:
+        self.generic_visit(node)
+        is_end = node.type is not None and name_of(node.type) == "StopIteration"
+        leaves = any(isinstance(x, ast.Break | ast.Continue) for x in ast.walk(node))
+        if is_end and not leaves:
+            node.body = [until_it_has_batches(node.body)]
+        return node
+
+
+def until_it_has_batches(body: list[ast.stmt]) -> ast.stmt:
+    """Repeat this while it ends for want of a batch, and the next pass may have one."""
+    [made] = ast.parse(
+        "while True:\n"
+        "    try:\n"
+        "        pass\n"
+        "    except StopIteration:\n"
+        f"        if not {REPLAY_NAME}.asks_again:\n"
+        "            raise\n"
+        "    else:\n"
+        "        break\n"
+    ).body
+    made.body[0].body = body  # type: ignore[attr-defined]
+    return made
+
+
+def callers_of(names: set[str], tree: ast.Module) -> set[str]:
+    """These functions, and those of the text that call one of them, and so on."""
+    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
+    found = {*names}
+    for _ in functions:
+        found |= {
+            function.name
+            for function in functions
+            for each in ast.walk(function)
+            if isinstance(each, ast.Call) and name_of(each.func) in found
+        }
+    return found
 
 
 def in_context(
