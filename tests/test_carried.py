@@ -35,6 +35,10 @@ SHOWN_ALONE = {
         "step = 0\n" + NUMBERED + "        step += 1\n"
         "        if step % 100 == 0:\n            print(step, i, loss.item())\n"
     ),
+    "a number by which it prints a text that it formats": (
+        NUMBERED + "        if i % args.log_interval == 0:\n"
+        "            print('{}: {:.3f}'.format(i * len(x), loss.item()))\n"
+    ),
     "a number by which it evaluates": (
         "step = 0\n" + EPOCHS + "        step += 1\n        if step % 100 == 0:\n"
         "            model.eval()\n            accuracy = evaluate(model, test_set)\n"
@@ -93,6 +97,13 @@ CARRIED = {
         "        case found if found < 0.1:\n            pass\n"
         "        case _:\n            bad += 1\n    if bad > 3:\n        break\n",
         {"bad"},
+    ),
+    "the best weights": (
+        "best, kept = 1e9, None\n" + EPOCHS + "    found = validate(model)\n"
+        "    if found < best:\n        best = found\n"
+        "        kept = copy.deepcopy(model.state_dict())\n"
+        "model.load_state_dict(kept)\n",
+        {"best"},
     ),
     "a baseline": (
         "baseline = 0.0\nfor x, y in loader:\n    reward = score(model(x), y)\n"

@@ -39,8 +39,8 @@ REPORTS = re.compile(
 RECORDS = re.compile(r"log|meter|metric|stat|hist|record|curve|count", re.IGNORECASE)
 """In the name of what a loop has numbers in to show them."""
 COMPUTES = {
-    *("abs", "all_reduce", "bool", "detach", "float", "int", "item", "len", "max"),
-    *("mean", "min", "range", "round", "str", "sum", "tensor", "time", "tolist"),
+    *("abs", "all_reduce", "bool", "detach", "float", "format", "int", "item", "len"),
+    *("max", "mean", "min", "range", "round", "str", "sum", "tensor", "time", "tolist"),
 }
 """Functions whose result is all that there is of them."""
 
@@ -301,6 +301,9 @@ class _Uses:
         for loop in loops:
             if is_training(loop, trains):
                 self._follow([loop])
+        for each in ast.walk(tree):  # also after the loop
+            if isinstance(each, ast.Call) and name_of(each.func) == "load_state_dict":
+                self.found |= {name for one in each.args for name in named_in(one)}
         for statement in statements_in(tree.body):
             if isinstance(statement, SETTING):
                 self._note(changed_by(statement), read_by(statement), frozenset())
