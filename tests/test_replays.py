@@ -353,6 +353,13 @@ for step in range(2):
 """
 
 
+def test_a_loader_that_keeps_its_name_is_no_pass() -> None:
+    loop = Loop([[], [], [1.0, 3.0]], model=None, sgd=None, loader=None)
+    loop.names["prepare"] = lambda model, sgd, loader: (None, None, loop)
+    loop.run("model, sgd, loader = prepare(model, sgd, loader)\nof = [loader]\nof[0]")
+    assert loop.names["of"] == [loop]
+
+
 @pytest.mark.parametrize("left", [[], [7.0]])
 def test_a_loop_that_asks_for_the_next_pass_has_that_of_the_checkpoint(
     left: list[float],

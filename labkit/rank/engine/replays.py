@@ -50,8 +50,8 @@ from labkit.rank.training.whole_text import is_of_library
 
 REPLAY_NAME = "__labkit_replay__"
 """What the cell has a `Replay` by."""
-ERRORS = (NameError, StopIteration, ZeroDivisionError)
-"""Of what a batch would have set or counted, or of one that is asked for."""
+ERRORS = (NameError, ZeroDivisionError)
+"""Of what a batch would have set or counted."""
 NO_BATCHES = (
     "this run resumes: the cell runs from its first line, and passes over the loader "
     "have no batches up to where the checkpoint was taken. What a batch sets or counts "
@@ -65,7 +65,13 @@ LEFT_OUT = (
     "have it done, remove this checkpoint, to resume from the one before; or save at "
     "other steps than the last of a pass, by --every"
 )
-TAKING = {"enumerate", "iter", "len", "list", "next", "print", "tqdm", "zip"}
+NO_NEXT = (
+    "this run resumes: the cell runs from its first line, and passes over the loader "
+    "have no batches up to where the checkpoint was taken, so next() has none. Take a "
+    "batch that is only looked at of loader.dataset; take those that the loop trains "
+    "on by for, or begin the next pass in except StopIteration:"
+)
+TAKING = {"enumerate", "iter", "len", "list", "next", "prepare", "print", "tqdm", "zip"}
 """Functions of a loader that go through no whole pass by themselves."""
 OF_LIBRARIES = {
     name
@@ -505,3 +511,5 @@ def explain(error: BaseException) -> None:
     notes = getattr(error, "__notes__", [])
     if isinstance(error, ERRORS) and NO_BATCHES not in notes:
         error.add_note(NO_BATCHES)
+    if isinstance(error, StopIteration) and NO_NEXT not in notes:
+        error.add_note(NO_NEXT)
