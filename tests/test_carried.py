@@ -9,6 +9,7 @@ from labkit.rank.code.batch_sizes import use_of_batch_size
 from labkit.rank.code.carried import carried_names
 from labkit.rank.code.carried import count_of_microbatches
 from labkit.rank.code.carried import taken_before
+from labkit.rank.code.carried import taken_beside
 from labkit.rank.code.kept_samples import count_by_dataset
 from labkit.rank.code.kept_samples import kept_of_samples
 from labkit.rank.training.unsaved import Unsaved
@@ -162,17 +163,38 @@ NUMBERS = {
 
 @pytest.mark.parametrize("text", SHOWN_ALONE.values(), ids=SHOWN_ALONE)
 def test_what_is_only_shown_is_not_carried(text: str) -> None:
-    assert carried_names(BEGIN + text) == (set(), set())
+    assert carried_names(BEGIN + text)[:3] == (set(), set(), set())
 
 
 @pytest.mark.parametrize(("text", "names"), CARRIED.values(), ids=CARRIED)
 def test_what_a_loop_trains_by_is_found(text: str, names: set[str]) -> None:
-    assert carried_names(BEGIN + text) == (names, set())
+    assert carried_names(BEGIN + text)[:3] == (names, set(), set())
 
 
 @pytest.mark.parametrize(("text", "names"), NUMBERS.values(), ids=NUMBERS)
 def test_the_numbers_of_batches_are_found(text: str, names: set[str]) -> None:
-    assert carried_names(BEGIN + text)[1] == names
+    carried = carried_names(BEGIN + text)
+    assert carried.numbers | carried.rounds == names
+
+
+OTHER = "others = DataLoader(unlabelled, 64)\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (EPOCHS.replace("in loader", "in zip(loader, others)"), "line 4: for x, y"),
+        ("more = iter(cycle(others))\n" + EPOCHS, "line 3: more = iter("),
+        (EPOCHS + "    for x, y in others:\n        model(x)\n", None),
+        (EPOCHS + "    for x, z in zip(others, others):\n        model(x)\n", None),
+        ("batches = iter(loader)\n" + EPOCHS, None),
+    ],
+)
+def test_a_loader_beside_is_found_where_a_loop_trains_on_it(
+    text: str, found: str | None
+) -> None:
+    line = taken_beside(BEGIN + OTHER + text)
+    assert line == found or (line and found and line.startswith(found))
 
 
 ACCURACY = (
@@ -309,3 +331,14 @@ def test_a_quantized_tensor_is_described() -> None:
         for kind in [torch.qint8]
     }
     assert len(found) == 2
+
+
+def test_what_a_cell_sets_after_its_first_batch_is_late() -> None:
+    text = (
+        "batches = iter(loader)\nbest = 9\nx, y = next(batches)\nstep = 0\n"
+        "while step < best:\n    model(x).sum().backward()\n    optimizer.step()\n"
+        "    x, y = next(batches)\n    step += 1\n    best -= 1\n"
+    )
+    carried = carried_names(BEGIN + text)
+    assert carried.changed == {"x", "step", "best"}
+    assert carried.late == {"x", "step"}

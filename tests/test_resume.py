@@ -868,3 +868,101 @@ def test_two_runs_at_a_time_do_not_write_into_one_folder(
     ):
         train("ddp", loop(epochs=1), resume=True)
     assert all_in(kept)
+
+
+PREFETCHING = """
+batches = iter(loader)
+x, y = next(batches)
+step = {first}
+while step < 10:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + step)
+    loss = F.cross_entropy(model(x), y)
+    try:
+        x, y = next(batches)
+    except StopIteration:
+        batches = iter(loader)
+        x, y = next(batches)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "says"), [("0", True), ("loader.steps_taken", False)]
+)
+def test_a_batch_that_a_loop_has_in_hand_is_noted(
+    train: Callable[..., Run], tmp_path: Path, first: str, says: bool
+) -> None:
+    begin, _, _ = loop().partition("for epoch")
+    code = begin + PREFETCHING.format(first=first)
+    stream = (
+        "class Endless(torch.utils.data.IterableDataset):\n"
+        "    def __iter__(self):\n"
+        "        return (data[i % 46] for i in range(10**6))\n"
+        "loader = DataLoader(Endless(), 12)\n"
+        "model, optimizer, loader = prepare("
+    )
+    endless = code.replace("model, optimizer, loader = prepare(", stream)
+    whole = train("ddp", endless, every=1)
+    forget_after(tmp_path / "kept", 6)
+    resumed = train("ddp", endless, resume=True)
+    [note] = [each for each in resumed.notes if each not in whole.notes]
+    assert "x is tensor" in note
+    assert ("step is 0 (was 6)" in note) == says
+    # Passes that end have none for what takes one before the loop.
+    train("ddp", code, every=1, checkpoint=tmp_path / "passes")
+    forget_after(tmp_path / "passes", 6)
+    with pytest.raises(RankError, match=r"so next\(\) has none"):
+        train("ddp", code, resume=True, checkpoint=tmp_path / "passes")
+
+
+NUMBERED = """
+others = DataLoader(data, 12)
+for epoch in range(3):
+    for i, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        if i % 1 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_numbers_of_batches_are_noted_only_within_a_pass(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    begin, _, _ = loop().partition("for epoch")
+    train("ddp", begin + NUMBERED, every=1)
+    forget_after(tmp_path / "kept", 8)
+    assert train("ddp", begin + NUMBERED, resume=True).notes == []
+    forget_after(tmp_path / "kept", 6)
+    [note] = train("ddp", begin + NUMBERED, resume=True).notes
+    assert "i is 0 (was 1)" in note
+    zipped = NUMBERED.replace(
+        "i, (x, y) in enumerate(loader)", "(x, y), z in zip(loader, others)"
+    )
+    zipped = zipped.replace("if i % 1 == 0", "if True")
+    forget_after(tmp_path / "kept", 6)
+    [note] = train("ddp", begin + zipped, resume=True).notes
+    assert "another DataLoader" in note
+
+
+def test_a_loop_that_asks_for_each_pass_resumes_in_any_of_them(
+    train: Callable[..., Run], tmp_path: Path
+) -> None:
+    begin, _, _ = loop().partition("for epoch")
+    asking = PREFETCHING.replace("x, y = next(batches)\nstep", "step")
+    asking = asking.replace("    loss = F.cross_entropy(model(x), y)\n", "")
+    code = begin + asking.replace(
+        "    loss.backward",
+        "    loss = F.cross_entropy(model(x), y)\n    loss.backward",
+    ).format(first="loader.steps_taken")
+    whole = train("ddp", code, every=1)
+    for step in (8, 9):
+        shutil.copytree(tmp_path / "kept", tmp_path / str(step))
+        forget_after(tmp_path / str(step), step)
+        resumed = train("ddp", code, resume=True, checkpoint=tmp_path / str(step))
+        assert_goes_on(resumed, whole, after=step)

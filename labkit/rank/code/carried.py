@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 from labkit.rank.code.exchanges import EXCHANGES
 from labkit.rank.code.exchanges import has_exchanges
@@ -45,14 +46,23 @@ COMPUTES = {
 """Functions whose result is all that there is of them."""
 
 
-@functools.lru_cache(maxsize=1)
-def carried_names(code: str) -> tuple[frozenset[str], frozenset[str]]:
-    """What loops that train have from the rounds before, and decide or compute by: the
-    names that they change themselves, as a count of steps or the best loss so far, and
-    those in which `enumerate`, or `range`, counts batches from 0.
+class Carried(NamedTuple):
+    """What loops that train have from the rounds before, and decide or compute by. An
+    attribute of `self` is as "self.step"."""
 
-    An attribute of `self` is as "self.step". Not what is only shown.
-    """
+    changed: frozenset[str]
+    """Names that they change themselves, as a count of steps or the best loss."""
+    numbers: frozenset[str]
+    """Those in which `enumerate` counts the batches of a pass from 0."""
+    rounds: frozenset[str]
+    """Those in which `range` counts batches from 0."""
+    late: frozenset[str]
+    """Of those that are changed, the ones that the cell sets once it has a batch."""
+
+
+@functools.lru_cache(maxsize=1)
+def carried_names(code: str) -> Carried:
+    """Those of a cell; not what is only shown."""
     tree = tree_of(code)
     loaders = prepared_names(tree, -1)
     trains = {*training_functions(tree)}
@@ -66,7 +76,62 @@ def carried_names(code: str) -> tuple[frozenset[str], frozenset[str]]:
                 numbers |= number_from_0(loop, loaders)
                 rounds |= count_of_rounds(loop)
     found = used_names(tree)
-    return frozenset(changed & found), frozenset(numbers & found | rounds)
+    changed &= found
+    return Carried(
+        frozenset(changed),
+        frozenset(numbers & found),
+        frozenset(rounds),
+        frozenset(changed & set_late(tree)),
+    )
+
+
+def set_late(tree: ast.Module) -> set[str]:
+    """The names that a cell sets from its first `next` on, up to its first loop."""
+    found: set[str] = set()
+    has_batch = False
+    for statement in tree.body:
+        if isinstance(statement, Loop):
+            break
+        has_batch |= takes_next(statement)
+        found.update(set_by(statement) if has_batch else ())
+    return found
+
+
+def takes_next(statement: ast.stmt) -> bool:
+    calls = (each for each in ast.walk(statement) if isinstance(each, ast.Call))
+    return not isinstance(statement, FUNCTIONS | ast.ClassDef) and any(
+        getattr(each.func, "id", "") == "next" for each in calls
+    )
+
+
+def taken_beside(code: str) -> str | None:
+    """The first line that has batches of another DataLoader for a loop that trains, by
+    `zip` or `iter`, as "line 12: others = iter(unlabelled)"; None if there is none."""
+    tree = tree_of(code)
+    trains = {*training_functions(tree)}
+    if not any(
+        isinstance(each, Loop) and is_training(each, trains) for each in ast.walk(tree)
+    ):
+        return None
+    others = {
+        name
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call)
+        if name_of(each.value.func) == "DataLoader"
+        for name in set_by(each)
+    } - prepared_names(tree, -1)
+    for each in ast.walk(tree):
+        if isinstance(each, ast.For) and is_training(each, trains):
+            parts, takes = [each.iter], "zip"
+        elif isinstance(each, ast.Assign):
+            parts, takes = [each.value], "iter"
+        else:
+            continue
+        for call in (one for part in parts for one in ast.walk(part)):
+            is_taking = isinstance(call, ast.Call) and name_of(call.func) == takes
+            if is_taking and names_in(call, others):
+                return line_of(each)
+    return None
 
 
 def taken_before(code: str) -> str | None:

@@ -35,6 +35,7 @@ from labkit.rank.steps.optimizer import watching_schedulers
 from labkit.rank.training.cell_checkpoints import Checkpoints
 from labkit.rank.training.cell_checkpoints import prefix
 from labkit.rank.training.unsaved import NOT_SAVED
+from labkit.rank.training.unsaved import OTHER_LOADER
 from labkit.rank.training.unsaved import OTHER_VARIABLES
 from labkit.rank.training.unsaved import Unsaved
 from labkit.records import CheckpointPlan
@@ -136,6 +137,8 @@ class RunCheckpointer(Observer):
         self._scalers: list[torch.amp.GradScaler] = []
         """Those of the loop's own, in the order in which they were first used."""
         self._unsaved = Unsaved(read_code)
+        self._num_asked = 0
+        """Batches that were asked for since the loop goes on."""
         self._given: list[list[dict[str, Any]]] = []
         """The settings that each optimizer came to `prepare` with, by group; those of
         the first cell where the run has resumed."""
@@ -253,6 +256,10 @@ class RunCheckpointer(Observer):
                 "checkpoint, because its loop takes some without the loader that "
                 "prepare gave; leave out --resume and call load_checkpoint in the cell"
             )
+        if self._saved is not None and self._num_asked < 2:
+            self._num_asked += 1
+            if self._num_asked == 2 and self._rank == 0:
+                self._note_others(self._unsaved.set_since())
         if step // self._plan.every > self._last_step // self._plan.every:
             self.save(step)
 
@@ -454,9 +461,18 @@ class RunCheckpointer(Observer):
         """The loop goes on: does it have the variables that it had?"""
         if self._saved is None or self._rank != 0:  # each may have other values
             return
-        is_within = any(each.position.batch for each in self._saved.loaders)
-        others = self._unsaved.others_than(self._saved.variables, is_within=is_within)
-        if others:
+        is_within = any(
+            each.position.batch and not is_at_end(loader, each.position)
+            for loader, each in zip(self._loaders, self._saved.loaders, strict=False)
+        )
+        self._note_others(
+            self._unsaved.others_than(self._saved.variables, is_within=is_within)
+        )
+        if line := self._unsaved.taken_beside():
+            self._show_note(OTHER_LOADER.format(line=line))
+
+    def _note_others(self, others: list[str]) -> None:
+        if others and self._saved is not None:
             names = ", ".join(others)
             text = OTHER_VARIABLES.format(step=self._saved.step, names=names)
             self._show_note(text)
@@ -551,6 +567,12 @@ def seed_everything(seed: int) -> None:
 def facts_of(loader: RankLoader) -> dict[str, Any]:
     """What a loader's order of batches depends on, besides the seed."""
     return loader.batches.facts
+
+
+def is_at_end(loader: RankLoader, position: LoaderPosition) -> bool:
+    """Whether nothing is left of the pass; no stream knows."""
+    batches = loader.batches
+    return isinstance(batches, GlobalBatches) and position.batch == batches.num_batches
 
 
 def plain(value: Any) -> Any:

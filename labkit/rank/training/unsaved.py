@@ -18,6 +18,7 @@ from torch import nn
 from labkit.compat.torch import is_plain
 from labkit.compat.torch import transient_buffers
 from labkit.rank.code.carried import carried_names
+from labkit.rank.code.carried import taken_beside
 from labkit.strategies.model.fingerprints import fingerprints
 
 LIBRARIES = ("labkit", "torch", "IPython", "ipykernel", "deepspeed")
@@ -38,6 +39,13 @@ OTHER_VARIABLES = (
     "the model that prepare gets: model.register_buffer(name, torch.tensor(value))"
 )
 
+OTHER_LOADER = (
+    "{line}: a checkpoint does not have where another DataLoader was, so this run has "
+    "its batches from the beginning of a pass, in another order than one process that "
+    "goes on. To have them go on, pass both datasets to prepare as one: "
+    "torch.utils.data.StackDataset(a, b), or a dataset of your own that picks from both"
+)
+
 
 class Unsaved:
     """The modules that the loop has in variables, and what prepared models have beside
@@ -56,6 +64,8 @@ class Unsaved:
         """The variables of the cell."""
         self._values: dict[str, str] = {}
         """What others had by which the loop goes on, as they were seen last."""
+        self._awaited: dict[str, str] = {}
+        """What those had that the loop did not have yet where it is to go on."""
 
     def look(self, prepared: Iterable[nn.Module]) -> None:
         """Note those of the loop that calls."""
@@ -92,8 +102,8 @@ class Unsaved:
     def variables(self) -> dict[str, str]:
         """What there is in the variables by which the loop goes on: the one that calls,
         or the last that did."""
-        changed, numbers = carried_names(self._read_code())
-        for name in changed | numbers:
+        carried = carried_names(self._read_code())
+        for name in carried.changed | carried.numbers | carried.rounds:
             if said := self._said_of(name, sys._getframe(1)):
                 self._values[name] = said
         return self._values
@@ -101,16 +111,34 @@ class Unsaved:
     def others_than(self, saved: Mapping[str, str], *, is_within: bool) -> list[str]:
         """What of that is not as it was, where the loop that calls is to go on;
         `is_within` a pass through its data."""
-        changed, numbers = carried_names(self._read_code())
+        carried = carried_names(self._read_code())
         found = []
+        self._awaited = {}
         for name, before in saved.items():
-            now = self._said_of(name, sys._getframe(1)) if name in changed else None
-            if name in numbers and is_within:
+            now = None
+            if name in carried.rounds or (name in carried.numbers and is_within):
                 now = "0"
-            if now not in (None, before):
-                is_short = len(now) + len(before) < 50
-                found.append(f"{name} is {now} (was {before})" if is_short else name)
+            elif name in carried.changed:
+                if name not in carried.late:  # or it may be of a cell before
+                    now = self._said_of(name, sys._getframe(1))
+                if now is None:
+                    self._awaited[name] = before
+            found += other_than(name, now, before)
         return found
+
+    def set_since(self) -> list[str]:
+        """What of that the loop has set since then, otherwise than it was: a loop that
+        takes a batch before it begins sets more before it asks for the next."""
+        awaited, self._awaited = self._awaited, {}
+        return [
+            said
+            for name, before in awaited.items()
+            for said in other_than(name, self._said_of(name, sys._getframe(1)), before)
+        ]
+
+    def taken_beside(self) -> str | None:
+        """The first line that takes batches of another loader."""
+        return taken_beside(self._read_code())
 
     def _said_of(self, name: str, frame: FrameType | None) -> str | None:
         """What a variable has, of the user's functions that are under way, or of the
@@ -132,6 +160,13 @@ class Unsaved:
     def _others(self, module: nn.Module) -> list[torch.Tensor]:
         """What it has beside the prepared models: a loss may have one in it."""
         return [each for each in tensors_of(module) if id(each) not in self._ours]
+
+
+def other_than(name: str, now: str | None, before: str) -> list[str]:
+    if now in (None, before):
+        return []
+    is_short = len(f"{now}{before}") < 50
+    return [f"{name} is {now} (was {before})" if is_short else name]
 
 
 def described(value: Any) -> str | None:
