@@ -469,7 +469,7 @@ class RunCheckpointer(Observer):
             self._unsaved.others_than(self._saved.variables, is_within=is_within)
         )
         if line := self._unsaved.taken_beside():
-            self._show_note(OTHER_LOADER.format(line=line))
+            self._show_note(OTHER_LOADER.format(line=line.removesuffix(":")))
 
     def _note_others(self, others: list[str]) -> None:
         if others and self._saved is not None:
