@@ -293,13 +293,15 @@ def test_a_function_that_is_rewritten_keeps_its_defaults(tmp_path: Path) -> None
     assert loop.printed == [(2, 2.0), ("last", 3.0)]
 
 
-def test_what_follows_a_call_that_trains_and_sets_nothing_shows_nothing() -> None:
+def test_what_follows_a_call_that_trains_and_sets_nothing_shows_nothing(
+    tmp_path: Path,
+) -> None:
     loop = Loop([[], [], [1.0, 3.0]])
     code = (
         "@torch.no_grad()\ndef test():\n    print('test')\n"
         "for epoch in range(3):\n    train(loader)\n    test()\n"
     )
-    exec(FUNCTION.format(first="pass"), loop.names)
+    define(loop, tmp_path / "cell.py", FUNCTION.format(first="pass"))
     loop.run(PREPARE + code)
     assert loop.printed == [("test",)]
 
