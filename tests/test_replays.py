@@ -206,6 +206,14 @@ def test_what_is_left_out_where_the_run_was_is_noted(
     assert all("line 6: " in each for each in loop.notes)
 
 
+def test_what_a_function_returns_is_not_noted() -> None:
+    loop = Loop([[], [], [Backward(1.0), Backward(3.0)]], num_former=1)
+    text = FUNCTION.format(first="pass")
+    text = text.replace("+= 1\n", "+= 1\n        batch.backward()\n")
+    loop.run(text + CALLS)
+    assert loop.notes == []
+
+
 def test_a_name_that_is_set_again_after_a_pass_needs_no_batch() -> None:
     loop = Loop([[], [], []])
     loop.run(AFTER_PASS.format(line="loss = 0.1 ** epoch\n    rates.append(loss)"))

@@ -295,8 +295,11 @@ class _Passes:
 
     def _use(self, statement: ast.stmt) -> str:
         """Its first line, if the loop trains by what it does; "" otherwise."""
-        found = line_of(statement) if self.trains_by([statement]) else ""
-        return found.removesuffix(":")
+        # What a function returns is lacking where it is called.
+        is_return = isinstance(statement, ast.Return)
+        if is_return or not self.trains_by([statement]):
+            return ""
+        return line_of(statement).removesuffix(":")
 
     def trains_on(self, statement: ast.stmt) -> bool:
         """Whether a function may train on with it."""
