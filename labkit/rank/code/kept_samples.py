@@ -20,12 +20,13 @@ from labkit.rank.code.trees import prepared_names
 from labkit.rank.code.trees import trains_on_each
 from labkit.rank.code.trees import tree_of
 
-KEEPING = {"append", "appendleft", "extend"} | {
-    *("add_", "copy_", "lerp_", "mul_", "sub_"),
-    *("add", "enqueue", "observe", "push", "put", "remember", "store", "update"),
+KEEPING = {"append", "appendleft", "extend", "enqueue", "push"} | {
+    *("add_", "copy_", "lerp_", "mul_", "sub_")
 }
-"""Methods by which a list, a tensor or a class of the loop's own, as a queue or running
-statistics, is given something to keep."""
+"""Methods by which a list, a queue or a tensor is given something to keep."""
+
+OBSERVING = {"add", "observe", "put", "remember", "store", "update"}
+"""Those by which a class of the loop's own may be, such as running statistics."""
 
 OF_NUMBERS = {"min", "max", "abs", "float", "round"}
 """Functions of Python's."""
@@ -193,7 +194,10 @@ class _Kept:
         value: ast.expr
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             target, value = node.value.func, node.value
-            if not isinstance(target, ast.Attribute) or target.attr not in KEEPING:
+            if (
+                not isinstance(target, ast.Attribute)
+                or target.attr not in KEEPING | OBSERVING
+            ):
                 return False
             if target.attr == "copy_" and not isinstance(target.value, ast.Subscript):
                 of = {*named_in(target.value)}
