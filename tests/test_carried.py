@@ -49,10 +49,9 @@ SHOWN_ALONE = {
         "bar = tqdm(total=300)\n" + EPOCHS + "        bar.update(1)\n"
         "        bar.set_postfix(loss=loss.item())\n"
     ),
-    "the best that is saved": (
+    "the best that is printed": (
         "best = 1e9\n" + EPOCHS + "    found = validate(model)\n"
-        "    if found < best:\n        best = found\n"
-        "        torch.save(model.state_dict(), 'best.pt')\n"
+        "    if found < best:\n        best = found\n        print(best)\n"
     ),
     "a history": (
         "history = {'loss': []}\n" + EPOCHS
@@ -65,6 +64,12 @@ SHOWN_ALONE = {
     ),
 }  # fmt: skip
 CARRIED = {
+    "the best that is saved": (
+        "best = 1e9\n" + EPOCHS + "    found = validate(model)\n"
+        "    if found < best:\n        best = found\n"
+        "        torch.save(model.state_dict(), 'best.pt')\n",
+        {"best"},
+    ),
     "a rate by the step": (
         "step = 0\nfor epoch in range(3):\n    for x, y in loader:\n"
         "        for group in optimizer.param_groups:\n"

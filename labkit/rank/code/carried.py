@@ -386,7 +386,8 @@ class _Uses:
             within = under
             if isinstance(statement, ast.If):
                 test = {*named_in(statement.test)}
-                if not only_shows([*statement.body, *statement.orelse], self._trains):
+                body = [*statement.body, *statement.orelse]
+                if keeps_best(statement) or not only_shows(body, self._trains):
                     self.found |= test
                 within = under | test
             elif isinstance(statement, ast.While):
@@ -430,6 +431,16 @@ class _Uses:
                 if not computes(each):
                     given = [*each.args, *(word.value for word in each.keywords)]
                     self.found |= {name for one in given for name in named_in(one)}
+
+
+def keeps_best(statement: ast.If) -> bool:
+    """Whether it saves something where it is better than what it was compared with: a
+    worse one would take its place."""
+    sets = {name for each in statements_in(statement.body) for name in set_by(each)}
+    return not sets.isdisjoint(named_in(statement.test)) and any(
+        isinstance(each, ast.Call) and "save" in name_of(each.func).lower()
+        for each in ast.walk(statement)
+    )
 
 
 def shows(call: ast.Call, trains: set[str]) -> bool:
