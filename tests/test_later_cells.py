@@ -758,26 +758,3 @@ before = model
     torch.testing.assert_close(
         lab.pull("found", ranks="0"), one_process(16, epochs=1), rtol=1e-4, atol=1e-5
     )
-
-
-HELD = """
-import gc
-from labkit.strategies.autograd.backward import living
-tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
-held = sum(each.shape == (8, 4) and not each.is_meta for each in tensors)
-held = held, len(living())
-del tensors
-"""
-
-
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_a_cell_that_runs_again_does_not_hold_what_it_had(
-    lab: Lab, strategy: str
-) -> None:
-    """Else there are two models, with their optimizers' states, in the second run."""
-    lab.run("import gc; gc.collect();")
-    held = []
-    for _ in range(3):
-        lab.train(strategy, EVEN.replace("SGD", "Adam") + HELD, live=False)
-        held.append(lab.pull("held"))
-    assert held[0] == held[1] == held[2]

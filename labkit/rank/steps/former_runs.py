@@ -1,12 +1,10 @@
 """An optimizer of `prepare` after its run."""
 
-import gc
 import sys
 import weakref
 from typing import Any
 
 import torch
-from torch import nn
 
 from labkit.checks import UnsupportedLoopError
 from labkit.rank.loop.loop_checks import of_former_runs
@@ -26,8 +24,6 @@ settings_left: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Any]" = (
     weakref.WeakKeyDictionary()
 )
 """What the groups of optimizers of former runs had when these ended."""
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Of former runs."""
 
 
 def leave_run(optimizer: PreparedOptimizer) -> None:
@@ -38,17 +34,9 @@ def leave_run(optimizer: PreparedOptimizer) -> None:
     prepared.course.end()
     prepared.is_over = True
     of_former_runs.add(prepared.optimizer)
-    _models.add(prepared.module)
     settings_left[prepared.optimizer] = settings_of(prepared.optimizer)
     if prepared.strategy.has_own_gradients:
         prepared.optimizer.register_step_pre_hook(refuse_own_step)
-
-
-def free_former(model: nn.Module) -> None:
-    """Free models of former runs that no cell has any more, as where a cell has run
-    before: each is in a circle, and another one, `model`, may need their memory."""
-    if any(each is not model for each in _models):
-        gc.collect()
 
 
 def take_plain_step(optimizer: PreparedOptimizer, closure: Closure | None) -> None:

@@ -56,7 +56,6 @@ from labkit.rank.measuring.memory import memory_reader
 from labkit.rank.measuring.oom_report import Forecastable
 from labkit.rank.measuring.oom_report import bare_copy
 from labkit.rank.measuring.oom_report import plain_copy
-from labkit.rank.steps.former_runs import free_former
 from labkit.rank.steps.former_runs import leave_run
 from labkit.rank.steps.loop_events import LoopEvents
 from labkit.rank.steps.observers import Observer
@@ -283,8 +282,6 @@ class Session:
         self._events.end()
         for optimizer in self._optimizers:
             leave_run(optimizer)
-        # The cell's loader keeps the run, which is not to keep the optimizer's state.
-        self._loss_hooks.scale = lambda seed: seed
         BatchNorm.counts_here, BatchNorm.peers = True, None
         self._undo.clear()
         self._optimizers.clear()
@@ -442,14 +439,11 @@ class Session:
             dataset, dealer, batch_size=batch_size, shuffle=shuffle, seed=self.seed
         )
         self._checks.check_lonely_draws(code)
-        owners = {id(each): each for each in map(owner_of, model.parameters())}
-        free_former(model)
         # From here on the model changes.
         step = Forecastable(
             plain_copy(model), bare_copy(optimizer), batches.batch_size, self.options
         )
         prepared = self._parallelized(model, optimizer)
-        del owners  # they have had gradients to hand on
         self._hook(prepared, step, unset)
         self._replicas.watch.group = prepared.replica_group
         self._replicas.watch.place = self.peers.rank
