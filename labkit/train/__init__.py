@@ -58,7 +58,7 @@ from labkit.notebook.execution.options import plan_checkpoints
 from labkit.options import Option
 from labkit.options import flag_of
 from labkit.options import option_of
-from labkit.rank.engine.replays import Replay
+from labkit.rank.engine.replays import replay_of
 from labkit.rank.group.process_group import RankProcessGroup
 from labkit.rank.measuring.serving import server_of
 from labkit.rank.steps.observers import slowing_of
@@ -373,17 +373,11 @@ class _Training:
                 **session.names,
             ),
         ):
-            replay = Replay(
-                is_before=lambda: session.is_replaying,
-                has_batches=lambda: session.has_begun,
-                num_passes=lambda: session.num_passes,
-                note=session.note,
-            )
             try:
                 if plan is None or plan.resume_from is None:
                     main()
                 else:
-                    with replay.of_function(main) as resuming:
+                    with replay_of(session).of_function(main) as resuming:
                         resuming()
             except KeyboardInterrupt:
                 if session.refusal is None:

@@ -37,6 +37,7 @@ from labkit.rank.engine.interrupts import CellInterrupts
 from labkit.rank.engine.replays import REPLAY_NAME
 from labkit.rank.engine.replays import Replay
 from labkit.rank.engine.replays import explain
+from labkit.rank.engine.replays import replay_of
 from labkit.rank.engine.requests import ControlRequests
 from labkit.rank.group.launchers import Launchers
 from labkit.rank.group.process_group import RankProcessGroup
@@ -517,12 +518,7 @@ class CellRunner:
 
     def _begin_replay(self, session: Session) -> None:
         """The run resumes: have the cell come to where it was."""
-        self._replay = Replay(
-            is_before=lambda: session.is_replaying,
-            has_batches=lambda: session.has_begun,
-            num_passes=lambda: session.num_passes,
-            note=session.note,
-        )
+        self._replay = replay_of(session)
         self.shell.user_ns[REPLAY_NAME] = self._replay
         self.shell.ast_transformers.append(self._replay)
 

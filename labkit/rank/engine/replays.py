@@ -46,6 +46,7 @@ from labkit.rank.code.trees import name_of
 from labkit.rank.code.trees import names_in
 from labkit.rank.code.trees import prepared_names
 from labkit.rank.code.trees import trains_on_each
+from labkit.rank.training.session import Session
 from labkit.rank.training.whole_text import is_of_library
 
 REPLAY_NAME = "__labkit_replay__"
@@ -146,9 +147,9 @@ class Replay:
 
     @contextlib.contextmanager
     def tolerating(self, use: str = "", *, is_call: bool) -> Iterator[None]:
-        """An error for want of a batch ends no more than what is within it; not one of
-        labkit's, and none of a call that has not gone through the loader yet, or that
-        would train on. `use` is a line by which the loop trains."""
+        """An error because there was no batch ends no more than what is within it; not
+        one of labkit's, and none of a call that has not gone through the loader yet, or
+        that would train on. `use` is a line by which the loop trains."""
         num_before = self._num_passes()
         try:
             yield
@@ -235,6 +236,16 @@ def compiled(tree: ast.Module, function: FunctionType) -> CodeType:
     )
 
 
+def replay_of(session: Session) -> Replay:
+    """For the run of a session that resumes."""
+    return Replay(
+        is_before=lambda: session.is_replaying,
+        has_batches=lambda: session.has_begun,
+        num_passes=lambda: session.num_passes,
+        note=session.note,
+    )
+
+
 class _Passes:
     """The passes of a cell over what `prepare` returned."""
 
@@ -303,9 +314,7 @@ class _Passes:
 
     def trains_on(self, statement: ast.stmt) -> bool:
         """Whether a function may train on with it."""
-        if not self._is_plain(statement):
-            return True
-        return not isinstance(statement, ast.Return) and self.trains_by([statement])
+        return not self._is_plain(statement) or bool(self._use(statement))
 
     def trains_by(self, body: list[ast.stmt]) -> bool:
         """Whether these do anything that what follows may train by, or end."""
@@ -460,7 +469,7 @@ class _NextPasses(ast.NodeTransformer):
 
 
 def until_it_has_batches(body: list[ast.stmt]) -> ast.stmt:
-    """Repeat this while it ends for want of a batch, and the next pass may have one."""
+    """Repeat this while there is no batch, and the next pass may have one."""
     [made] = ast.parse(
         "while True:\n"
         "    try:\n"
